@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training configs: frozen dataclasses, one per TOML section, and the reader that checks them.
+
+`schema` states every key, `load` reads files and overrides, `rules` holds what concerns more than one key, `text`
+writes the resolved config back.
+"""
+
+from nmoe.config.load import load_config, parse_config
+from nmoe.config.rules import changed_keys
+from nmoe.config.schema import (
+    Attention,
+    Checkpoint,
+    Config,
+    Data,
+    Metrics,
+    Model,
+    Moe,
+    Optim,
+    Rope,
+    Run,
+    Schedule,
+    Source,
+    Train,
+)
+
+__all__ = [
+    "Attention",
+    "Checkpoint",
+    "Config",
+    "Data",
+    "Metrics",
+    "Model",
+    "Moe",
+    "Optim",
+    "Rope",
+    "Run",
+    "Schedule",
+    "Source",
+    "Train",
+    "changed_keys",
+    "load_config",
+    "parse_config",
+]

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules between keys of a config, and what a resumed run may change: the one place for both.
+
+Each rule is a line that yields one message of the form `moe.top_k = 9 exceeds moe.num_experts = 8`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+from nmoe.config.schema import Config
+from nmoe.config.text import format_value
+
+__all__ = ["changed_keys", "violations"]
+
+# Keys that a resumed run may change: they decide how long and how closely the run is watched, not what it computes.
+FREE_KEYS = frozenset(
+    {
+        "run.name",
+        "run.root",
+        "train.steps",
+        "train.micro_batch_size",
+        "train.log_every",
+        "train.eval_every",
+        "train.eval_batches",
+        "checkpoint.every",
+        "checkpoint.keep",
+        "metrics.publish_s",
+        "metrics.router_every",
+    }
+)
+
+
+def violations(config: Config) -> Iterator[str]:
+    """What is wrong between the keys of `config`, one line each; nothing when the config is good."""
+    yield from _model_violations(config)
+    yield from _moe_violations(config)
+    yield from _run_violations(config)
+
+
+def _model_violations(config: Config) -> Iterator[str]:
+    model, attention, rope = config.model, config.attention, config.rope
+    if model.num_dense_layers > model.num_layers:
+        yield f"model.num_dense_layers = {model.num_dense_layers} exceeds model.num_layers = {model.num_layers}"
+    if attention.qk_rope_head_dim % 2:
+        yield f"attention.qk_rope_head_dim = {attention.qk_rope_head_dim} is odd; rotary positions turn pairs"
+    if rope.scaling == "none" and (rope.factor != 1.0 or rope.original_context):
+        yield 'rope.factor and rope.original_context have no effect with rope.scaling = "none"; set it to "yarn"'
+    if rope.scaling == "yarn" and not (rope.factor > 1.0 and rope.original_context):
+        yield 'rope.scaling = "yarn" needs rope.factor > 1 and rope.original_context >= 1'
+    if rope.beta_slow >= rope.beta_fast:
+        yield f"rope.beta_slow = {rope.beta_slow} is not below rope.beta_fast = {rope.beta_fast}"
+
+
+def _moe_violations(config: Config) -> Iterator[str]:
+    moe = config.moe
+    if moe.top_k > moe.num_experts:
+        yield f"moe.top_k = {moe.top_k} exceeds moe.num_experts = {moe.num_experts}"
+        return
+    if moe.num_experts % moe.num_groups:
+        yield f"moe.num_groups = {moe.num_groups} does not divide moe.num_experts = {moe.num_experts}"
+        return
+    if moe.top_k_groups > moe.num_groups:
+        yield f"moe.top_k_groups = {moe.top_k_groups} exceeds moe.num_groups = {moe.num_groups}"
+        return
+    group_size = moe.num_experts // moe.num_groups
+    if moe.top_k > moe.top_k_groups * group_size:
+        yield (
+            f"moe.top_k = {moe.top_k} exceeds the {moe.top_k_groups * group_size} experts of "
+            f"moe.top_k_groups = {moe.top_k_groups} groups of {group_size}"
+        )
+    if moe.num_groups > 1 and moe.group_score == "top2_sum" and group_size < 2:
+        yield f'moe.group_score = "top2_sum" needs groups of at least 2 experts; moe.num_groups = {moe.num_groups}'
+
+
+def _run_violations(config: Config) -> Iterator[str]:
+    data, train, schedule = config.data, config.train, config.schedule
+    if data.builtin and (data.train or data.val):
+        yield f'data.builtin = "{data.builtin}" brings its own text; remove data.train and data.val'
+    if not data.builtin and not data.train:
+        yield "data.train is empty; name a folder of shards (nmoe-prep makes one) or set data.builtin"
+    if train.batch_size % train.micro_batch_size:
+        yield f"train.micro_batch_size = {train.micro_batch_size} does not divide train.batch_size = {train.batch_size}"
+    if not data.val and not data.builtin and (train.eval_every or train.eval_batches):
+        yield "train.eval_every and train.eval_batches have no effect without data.val"
+    if schedule.kind == "cosine" and schedule.decay_steps:
+        yield 'schedule.decay_steps has no effect with schedule.kind = "cosine", which decays from warmup to end'
+    if schedule.warmup_steps + schedule.decay_steps > train.steps:
+        yield (
+            f"schedule.warmup_steps = {schedule.warmup_steps} and schedule.decay_steps = {schedule.decay_steps} "
+            f"together exceed train.steps = {train.steps}"
+        )
+    if train.dtype == "fp64" and config.optim.moment_dtype == "bf16":
+        yield 'optim.moment_dtype = "bf16" contradicts train.dtype = "fp64", which keeps moments in fp64'
+
+
+def changed_keys(old: dict[str, Any], new: Config) -> list[str]:
+    """What differs between a run's recorded config and a new one, leaving out the keys that a resume may change.
+
+    Args:
+        old: the recorded config as tables of TOML values.
+        new: the config of this start.
+
+    Returns:
+        One text per difference: `optim.learning_rate: 0.001 -> 0.002`. A key that only one of both has is a difference.
+    """
+    differences = []
+    current = {section.name: getattr(new, section.name) for section in fields(new)}
+    for section in sorted(set(old) | set(current)):
+        before = old.get(section, {})
+        after = (
+            {f.name: getattr(current[section], f.name) for f in fields(current[section])} if section in current else {}
+        )
+        for key in sorted(set(before) | set(after)):
+            was = _written(before[key]) if key in before else "(absent)"
+            now = _written(after[key]) if key in after else "(absent)"
+            if was != now and f"{section}.{key}" not in FREE_KEYS:
+                differences.append(f"{section}.{key}: {was} -> {now}")
+    return differences
+
+
+def _written(value: Any) -> str:
+    """`value` as TOML, equal for tables that were read from a file and the dataclasses made of them."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_written(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(_written(item) for item in value) + "]"
+    return format_value(value)

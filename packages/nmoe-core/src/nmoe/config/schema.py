@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every key of a training config: name, type, range, default and meaning, each stated once.
+
+One frozen dataclass per TOML section. The text under a field is its documentation: `docs/configuration.md` is made from
+it, so a key cannot be described in two ways. A field without a default must be given. Ranges are part of the type
+(`Annotated[int, Bound(ge=1)]`); rules that concern two keys are in `nmoe.config.rules`.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from nmoe.config.text import to_toml
+
+__all__ = [
+    "Attention",
+    "Bound",
+    "Checkpoint",
+    "Config",
+    "Data",
+    "Metrics",
+    "Model",
+    "Moe",
+    "Optim",
+    "Rope",
+    "Run",
+    "Schedule",
+    "Source",
+    "Train",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bound:
+    """The closed or open ends of a number's range; None is no limit."""
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+
+    def __str__(self) -> str:
+        ends = ((">=", self.ge), (">", self.gt), ("<=", self.le), ("<", self.lt))
+        return " and ".join(f"{sign} {end:g}" for sign, end in ends if end is not None)
+
+    def admits(self, value: float) -> bool:
+        """Whether `value` lies in the range."""
+        return (
+            (self.ge is None or value >= self.ge)
+            and (self.gt is None or value > self.gt)
+            and (self.le is None or value <= self.le)
+            and (self.lt is None or value < self.lt)
+        )
+
+
+Positive = Annotated[int, Bound(ge=1)]
+Natural = Annotated[int, Bound(ge=0)]
+NonNegative = Annotated[float, Bound(ge=0)]
+AboveZero = Annotated[float, Bound(gt=0)]
+Fraction = Annotated[float, Bound(ge=0, le=1)]
+Beta = Annotated[float, Bound(ge=0, lt=1)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """Where the run is kept and what makes it repeatable."""
+
+    name: str = ""
+    """Folder of the run under `run.root`. Default: the config file's name without `.toml`."""
+    root: str = "runs"
+    """Folder that holds all runs."""
+    seed: Natural = 0
+    """Seed of the initial values and of the order of the data."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """The transformer's outer dimensions."""
+
+    vocab_size: Positive
+    """Rows of the embedding and of the output head, in tokens; at least the tokenizer's number of ids."""
+    hidden_size: Positive
+    """Width D of the residual stream, in features."""
+    num_layers: Positive
+    """Transformer layers, dense and MoE together."""
+    num_dense_layers: Natural
+    """First layers whose feed-forward part is one dense MLP; the others are MoE layers."""
+    ffn_size: Positive
+    """Hidden width of the dense layers' MLP, in features."""
+    norm_eps: AboveZero = 1e-6
+    """Added to the mean square in RMSNorm."""
+    tie_embeddings: bool = False
+    """Use the embedding as the output head as well."""
+    init_std: AboveZero = 0.02
+    """Standard deviation of the normal distribution that the weight matrices start from."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attention:
+    """Multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434 section 2.1)."""
+
+    num_heads: Positive
+    """Query heads."""
+    kv_lora_rank: Positive
+    """Width of the latent from which keys and values are made, in features."""
+    qk_nope_head_dim: Positive
+    """Part of a query or key head without rotary position, in features."""
+    qk_rope_head_dim: Annotated[int, Bound(ge=2)]
+    """Part of a query or key head that is rotated, in features; even."""
+    v_head_dim: Positive
+    """Width of a value head, in features."""
+    q_lora_rank: Natural = 0
+    """Width of the latent from which queries are made, in features; 0: queries come straight from the input."""
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of a query or key head, in features."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rope:
+    """Rotary position embedding, plain or stretched by YaRN (arXiv:2309.00071)."""
+
+    theta: AboveZero = 10000.0
+    """Base of the rotation periods."""
+    scaling: Literal["none", "yarn"] = "none"
+    """How positions beyond the trained context are made to fit."""
+    factor: Annotated[float, Bound(ge=1)] = 1.0
+    """YaRN: new context over original context."""
+    original_context: Natural = 0
+    """YaRN: context length before stretching, in tokens."""
+    beta_fast: AboveZero = 32.0
+    """YaRN: dimensions that turn more often than this within the original context keep their period."""
+    beta_slow: AboveZero = 1.0
+    """YaRN: dimensions that turn less often than this within the original context are stretched by the full factor."""
+    mscale: NonNegative = 1.0
+    """YaRN: strength of the correction of the attention logits' size."""
+    mscale_all_dim: NonNegative = 0.0
+    """YaRN: strength of the same correction for the part of a head without rotary position."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moe:
+    """Routed and shared experts of the MoE layers (DeepSeek-V3, arXiv:2412.19437 section 2.1.2)."""
+
+    num_experts: Positive
+    """Routed experts E of a layer."""
+    num_shared_experts: Natural
+    """Experts that every token passes through; they form one MLP of `num_shared_experts * expert_size`."""
+    top_k: Positive
+    """Routed experts K chosen for a token."""
+    expert_size: Positive
+    """Hidden width F of an expert, in features."""
+    scoring: Literal["sigmoid", "softmax"] = "sigmoid"
+    """What turns router logits into scores."""
+    selection_bias: bool = True
+    """Choose experts by score plus a bias per expert that levels the load; gates never contain the bias."""
+    bias_update_rate: NonNegative = 1e-3
+    """Change of the selection bias a step, towards the mean load (1 = one score)."""
+    num_groups: Positive = 1
+    """Groups into which the experts are divided for group-limited choice."""
+    top_k_groups: Positive = 1
+    """Groups that a token may choose from."""
+    group_score: Literal["top2_sum", "max"] = "top2_sum"
+    """What ranks the groups: the sum of the two best selection scores (V3) or the best one (V2)."""
+    normalize_gates: bool = True
+    """Divide the chosen gates by their sum."""
+    route_scale: AboveZero = 1.0
+    """Factor on the (normalised) gates."""
+    balance_loss: NonNegative = 0.0
+    """Weight of the sequence-wise balance loss; 0: none."""
+    z_loss: NonNegative = 0.0
+    """Weight of the mean square of logsumexp of the router logits; 0: none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """One folder of shards in the mixture."""
+
+    path: str
+    """Folder with a `manifest.json`."""
+    weight: Positive = 1
+    """Share of this source in the mixture, relative to the other weights."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Data:
+    """Which tokens are read, and how long a sequence is."""
+
+    seq_len: Annotated[int, Bound(ge=2)]
+    """Length of a sequence, in tokens."""
+    train: tuple[Source, ...] = ()
+    """Shard folders to train on: `["dir"]` or `[{path = "dir", weight = 2}, ...]`."""
+    val: str = ""
+    """Shard folder held out from training; empty: no held-out loss."""
+    builtin: Literal["", "python-docs"] = ""
+    """Instead of `train` and `val`: a corpus that comes with Python, made under `data/` on first use."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Train:
+    """Length of the run, size of a step, precision."""
+
+    steps: Positive
+    """Optimizer steps of the whole run."""
+    batch_size: Positive
+    """Sequences a step, over all ranks and accumulated micro batches."""
+    micro_batch_size: Positive
+    """Sequences in one forward and backward of one rank; divides `batch_size`."""
+    dtype: Literal["fp32", "bf16", "fp64"] = "bf16"
+    """Precision of the computation. Master values are fp64 for fp64, fp32 otherwise."""
+    grad_clip: NonNegative = 1.0
+    """Largest global gradient norm; longer gradients are scaled down to it; 0: no limit."""
+    z_loss: NonNegative = 0.0
+    """Weight of the mean square of logsumexp of the output logits; 0: none."""
+    log_every: Positive = 1
+    """Steps between log lines and scalar metrics."""
+    eval_every: Natural = 0
+    """Steps between held-out evaluations; 0: only after the last step."""
+    eval_batches: Natural = 0
+    """Micro batches of one held-out evaluation; 0: all held-out data."""
+
+    @property
+    def accumulation(self) -> int:
+        """Micro batches a step on one rank."""
+        return self.batch_size // self.micro_batch_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Optim:
+    """AdamW (arXiv:1711.05101)."""
+
+    learning_rate: AboveZero
+    """Peak learning rate, 1/step."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """Decay a step of the first and of the second moment."""
+    eps: AboveZero = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NonNegative = 0.1
+    """Decoupled decay of matrices, times the learning rate; norms and biases do not decay."""
+    moment_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Storage of the moments (fp64 runs keep them in fp64); bf16 rounds stochastically."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """Learning rate over the steps: linear warmup, then constant-and-linear-decay (wsd) or cosine."""
+
+    warmup_steps: Natural
+    """Steps of the linear rise to the peak."""
+    kind: Literal["wsd", "cosine"] = "wsd"
+    """Shape after the warmup."""
+    decay_steps: Natural = 0
+    """wsd: steps of the linear decay at the end."""
+    final_ratio: Fraction = 0.1
+    """Learning rate after the last step over the peak."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """What is kept to resume from."""
+
+    every: Positive
+    """Steps between checkpoints; the last step and a stop by signal always write one."""
+    keep: Positive = 2
+    """Complete checkpoints kept; older ones are deleted once a newer one is complete."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Metrics:
+    """The metric store."""
+
+    publish_s: AboveZero = 10.0
+    """Seconds between publications of `metrics.duckdb`."""
+    router_every: Positive = 50
+    """Steps between records of the load of every expert of every layer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """A whole training config; built by `load_config`, which checks it."""
+
+    run: Run
+    model: Model
+    attention: Attention
+    rope: Rope
+    moe: Moe
+    data: Data
+    train: Train
+    optim: Optim
+    schedule: Schedule
+    checkpoint: Checkpoint
+    metrics: Metrics
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers with routed experts."""
+        return self.model.num_layers - self.model.num_dense_layers
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one optimizer step sees, over all ranks."""
+        return self.train.batch_size * self.data.seq_len
+
+    def to_toml(self) -> str:
+        """The config with every default written out, as TOML that `load_config` reads back to the same values."""
+        return to_toml(self)
