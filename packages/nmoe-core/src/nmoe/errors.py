@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults that a user can mend.
+
+A command line prints such an error as one line and exits with 2; everything else is a defect of this project and
+keeps its traceback. A message says where, what was found, what was expected and what to do.
+"""
+
+__all__ = ["CheckpointError", "ConfigError", "DataError", "EnvironmentFault", "FormatError", "NmoeError"]
+
+
+class NmoeError(Exception):
+    """Base of every error that a user can mend."""
+
+
+class ConfigError(NmoeError):
+    """A configuration names an unknown key, or holds a value that cannot be."""
+
+
+class DataError(NmoeError):
+    """Data on disk is missing, damaged or does not fit the model."""
+
+
+class FormatError(DataError):
+    """A file is not of the expected format, or of a version newer than this program knows."""
+
+
+class CheckpointError(NmoeError):
+    """A checkpoint is missing, incomplete, damaged or belongs to another configuration."""
+
+
+class EnvironmentFault(NmoeError):
+    """This machine lacks a package, a device or a permission that the command needs."""

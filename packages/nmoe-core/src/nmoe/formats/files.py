@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small file operations that every format shares: durable replacement, hashing, paths that stay inside a root."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nmoe.errors import DataError, FormatError
+
+__all__ = ["inside", "read_header", "replace_durably", "sha256_file", "sync_directory", "write_json"]
+
+
+def sync_directory(path: Path) -> None:
+    """Makes renames inside `path` survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_durably(temporary: Path, target: Path) -> None:
+    """Renames `temporary` over `target`; a reader sees the old file or the whole new one, also after a power cut."""
+    descriptor = os.open(temporary, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    temporary.replace(target)
+    sync_directory(target.parent)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Writes `value` as indented JSON, atomically and durably."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    replace_durably(temporary, path)
+
+
+def sha256_file(path: Path) -> str:
+    """Hex SHA-256 of a file's bytes."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def inside(root: Path, name: str) -> Path:
+    """`root / name`, refused if it leaves `root` (absolute, `..`, or through a symbolic link).
+
+    Raises:
+        DataError: if the path would lie outside `root`.
+    """
+    path = root / name
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise DataError(f"{root}: {name!r} points outside the folder; expected a file name inside it")
+    return path
+
+
+def read_header(path: Path, *, format_name: str, version: int, what: str) -> dict[str, Any]:
+    """Reads the JSON file that describes a data set and checks that this program can read it.
+
+    Args:
+        path: the JSON file.
+        format_name: expected value of its key `format`.
+        version: newest version that the caller can read.
+        what: what the file describes, for the messages ("token shards").
+
+    Raises:
+        DataError: if the file does not exist.
+        FormatError: if it is not JSON, of another format, or of a newer version.
+    """
+    try:
+        header = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"{path}: not found; expected the file that completes a folder of {what}") from None
+    except (OSError, ValueError) as error:
+        raise FormatError(f"{path}: cannot be read as JSON ({error}); expected the description of {what}") from None
+    if not isinstance(header, dict) or header.get("format") != format_name:
+        found = header.get("format") if isinstance(header, dict) else type(header).__name__
+        raise FormatError(f"{path}: format is {found!r}, expected {format_name!r}")
+    found = header.get("version")
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise FormatError(f"{path}: version is {found!r}, expected an integer of 1 or more")
+    if found > version:
+        raise FormatError(
+            f"{path}: {format_name} version {found} is newer than this program reads ({version}); update nmoe-core"
+        )
+    return header
