@@ -48,7 +48,7 @@ CREATE TABLE IF NOT EXISTS store(key VARCHAR, value VARCHAR);
 CREATE OR REPLACE TABLE catalogue(name VARCHAR, unit VARCHAR, kind VARCHAR, meaning VARCHAR);
 DELETE FROM store;
 INSERT INTO store VALUES ('format', '{FORMAT}'), ('version', '{VERSION}');
-"""
+"""  # noqa: S608 - both are constants of this file
 _PENDING_LIMIT = 4_000_000  # rows on the queue; 60 bytes each
 _log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class MetricWriter:
         self._publish_s, self._publish_cost = publish_s, 0.0
         self._queue: queue.SimpleQueue[_Rows | threading.Event | None] = queue.SimpleQueue()
         self._pending = 0
-        self._pending_lock = threading.Lock()
+        self._count_lock = threading.Lock()
         self._dropped = self._dropped_written = 0
         self._last_step = 0
         try:
@@ -138,7 +138,9 @@ class MetricWriter:
         """
         _known(name)
         assert values.ndim == len(axes), f"{name}: {values.ndim} dimensions for axes {axes}"
-        places = dict(zip(axes, (grid.ravel() for grid in np.indices(values.shape, dtype=np.int32)), strict=True))
+        places: dict[str, np.ndarray] = dict(
+            zip(axes, (grid.ravel() for grid in np.indices(values.shape, dtype=np.int32)), strict=True)
+        )
         self._put(_Rows(step=step, names=[name] * values.size, values=values.astype(np.float64).ravel(), places=places))
 
     def log_batches(self, step: int, spans: Sequence[tuple[str, int, int]]) -> None:
@@ -165,7 +167,7 @@ class MetricWriter:
         self.close()
 
     def _put(self, rows: "_Rows") -> None:
-        with self._pending_lock:
+        with self._count_lock:
             if self._pending + len(rows) > _PENDING_LIMIT:
                 self._dropped += len(rows)
                 return
@@ -180,6 +182,8 @@ class MetricWriter:
             rows, waiting, open_ = self._take(due - time.monotonic())
             dirty |= bool(rows)
             self._insert(rows)
+            with self._count_lock:
+                self._pending -= sum(len(row) for row in rows)
             if not open_ or waiting or (dirty and time.monotonic() >= due):
                 self._publish_or_complain()
                 published_at, dirty = time.monotonic(), False
@@ -207,8 +211,6 @@ class MetricWriter:
         if not rows:
             return
         count = sum(len(row) for row in rows)
-        with self._pending_lock:
-            self._pending -= count
         self._last_step = max(self._last_step, *(row.step for row in rows))
         lost = self._dropped
         if lost > self._dropped_written:
@@ -286,15 +288,18 @@ def _known(name: str) -> None:
 def _insert_values(connection: duckdb.DuckDBPyConnection, rows: list[_Rows]) -> None:
     if not rows:
         return
+    values = np.concatenate([row.values for row in rows if row.values is not None])
     columns: dict[str, Any] = {
         "name": np.array([name for row in rows for name in row.names], dtype=object),
         "step": np.repeat([row.step for row in rows], [len(row.names) for row in rows]),
         "time": np.repeat([row.time for row in rows], [len(row.names) for row in rows]),
-        "value": np.concatenate([row.values for row in rows if row.values is not None]),
+        "value": values,
+        "is_nan": np.isnan(values),  # DuckDB takes a NaN of a NumPy column for NULL
     } | {axis: np.concatenate([row.place(axis) for row in rows]) for axis in ("layer", "expert", "rank")}
     connection.register("incoming", columns)
     connection.execute(
-        "INSERT INTO metrics SELECT name, step, time, value, nullif(layer, -1), nullif(expert, -1), nullif(rank, -1) FROM incoming"
+        "INSERT INTO metrics SELECT name, step, time, CASE WHEN is_nan THEN 'nan'::DOUBLE ELSE value END,"
+        " nullif(layer, -1), nullif(expert, -1), nullif(rank, -1) FROM incoming"
     )
     connection.unregister("incoming")
 
