@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the name of an op to the file that implements it on this process's arch.
+
+The file name is the registration: nothing has to be declared. A file that is missing is an error that names it; there
+is no fall back to another arch, because a kernel that silently is not used shows up only as lost speed.
+"""
+
+import functools
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+from nmoe import arch
+from nmoe.errors import EnvironmentFault
+
+__all__ = ["implementation", "op_names", "source_file", "table"]
+
+_FOLDER = Path(__file__).parent
+
+
+def op_names() -> list[str]:
+    """Names of all ops, sorted."""
+    return sorted(p.parent.name for p in _FOLDER.glob("*/__init__.py") if not p.parent.name.startswith("_"))
+
+
+def source_file(op: str, *, on: arch.Arch) -> Path | None:
+    """The file that implements ``op`` on an arch, or None where it is missing."""
+    candidates = (_FOLDER / op / f"{stem}.py" for stem in on.stems)
+    return next((path for path in candidates if path.is_file()), None)
+
+
+@functools.cache
+def implementation(op: str) -> ModuleType:
+    """The module that implements ``op`` on this process's arch.
+
+    Raises:
+        EnvironmentFault: The arch has no file for the op.
+    """
+    on = arch.current()
+    path = source_file(op, on=on)
+    if path is None:
+        raise EnvironmentFault(
+            f"nmoe/ops/{op}/{on.stems[0]}.py: no such file, so {op} has no kernel for {on.name}; "
+            "set NMOE_ARCH=reference to run plain torch instead"
+        )
+    return importlib.import_module(f"nmoe.ops.{op}.{path.stem}")
+
+
+def table() -> dict[str, str]:
+    """Op -> file that serves it in this process (``missing: FILE`` where there is none), for the log."""
+    on = arch.current()
+    rows = {}
+    for op in op_names():
+        path = source_file(op, on=on)
+        rows[op] = f"nmoe/ops/{op}/{path.name}" if path else f"missing: nmoe/ops/{op}/{on.stems[0]}.py"
+    return rows
