@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From text to batches: `prep` and `builtin` make shards, `packing` cuts rows, `loader` delivers them in order."""
