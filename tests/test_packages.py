@@ -109,7 +109,7 @@ def test_wheel_installed_alone_starts_its_command(clone, tmp_path, package, comm
 def test_store_is_readable_by_duckdb_1(tmp_path):
     write = "import sys; from nmoe.formats.metrics import MetricWriter\nwith MetricWriter(sys.argv[1]) as w: w.log(1, {'train/loss': 2.5})"
     run(sys.executable, "-c", write, tmp_path)
-    read = "import duckdb, sys; c = duckdb.connect(sys.argv[1], read_only=True); print(duckdb.__version__, c.execute('select value from metrics').fetchone()[0])"
+    read = "import duckdb as d, sys; print(d.__version__, d.connect(sys.argv[1], read_only=True).execute('select value from metrics').fetchone()[0])"
     printed = run(
         "uv",
         "run",
