@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading a checkpoint into tensors that exist already."""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from nmoe.checkpoint.store import CheckpointInfo, verify
+from nmoe.errors import CheckpointError
+
+__all__ = ["load_tensors", "stored_tensors"]
+
+
+def stored_tensors(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of every tensor of a checkpoint, by name."""
+    metadata = FileSystemReader(path).read_metadata()
+    return {
+        name: (tuple(entry.size), entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def load_tensors(info: CheckpointInfo, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Verifies a checkpoint's checksums and fills `tensors` from it, in place.
+
+    Args:
+        info: the checkpoint.
+        tensors: by name, on any device; every name must be stored with the same shape.
+
+    Raises:
+        CheckpointError: a file is damaged, or the names or shapes differ from what is stored.
+    """
+    for problem in verify(info):
+        raise CheckpointError(f"{problem}; delete {info.path} to resume from an older checkpoint")
+    stored = stored_tensors(info.path)
+    for name in sorted(stored.keys() ^ tensors.keys()):
+        where = "is not in the checkpoint" if name in tensors else "is in the checkpoint and not in the model"
+        raise CheckpointError(f"{info.path}: {name} {where}; it was written by another version of the model")
+    for name, tensor in tensors.items():
+        if stored[name] != (tuple(tensor.shape), tensor.dtype):
+            raise CheckpointError(
+                f"{info.path}: {name} is stored as {stored[name]}, the model has {(tuple(tensor.shape), tensor.dtype)}"
+            )
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            load(dict(tensors), storage_reader=FileSystemReader(info.path), no_dist=True)
+    except CheckpointException as error:
+        causes = "; ".join(str(failure[0]) for failure in error.failures.values())
+        raise CheckpointError(f"{info.path}: {causes or error}") from None

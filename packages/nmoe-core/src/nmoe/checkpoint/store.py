@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints on disk: complete or absent.
+
+    RUN/checkpoints/step-00000100/__0_0.distcp    tensors, written by PyTorch's distributed checkpoint (one file a rank)
+    RUN/checkpoints/step-00000100/.metadata       which tensor lies where
+    RUN/checkpoints/step-00000100/manifest.json   step, counters, config; name, size and SHA-256 of every file above
+
+A checkpoint is built in a hidden folder: files, flushed to the disk, then the manifest, then one rename. A folder of the
+right name without a manifest is therefore never seen, and everything hidden is what a killed process left behind.
+"""
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nmoe.errors import CheckpointError, DataError
+from nmoe.formats.files import inside, read_header, sha256_file, sync_directory, write_json
+
+__all__ = ["CheckpointInfo", "commit", "list_checkpoints", "prune", "read_checkpoint", "remove_leftovers", "verify"]
+
+FORMAT, VERSION = "nmoe-checkpoint", 1
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d{8,})")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointInfo:
+    """A complete checkpoint.
+
+    Attributes:
+        path: its folder.
+        step: optimizer steps done.
+        state: counters and positions to go on from, as the trainer wrote them.
+        config: the resolved config of the run, as tables.
+        files: size in bytes and SHA-256 by file name.
+        written_at: Unix seconds.
+    """
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+    config: dict[str, Any]
+    files: dict[str, tuple[int, str]]
+    written_at: float
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files, in bytes."""
+        return sum(size for size, _ in self.files.values())
+
+
+def commit(building: Path, target: Path, *, step: int, state: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Completes a checkpoint: flushes every file in `building`, writes the manifest, renames the folder to `target`.
+
+    Raises:
+        OSError: the disk is full or broken; `target` does not exist then.
+    """
+    files = sorted(path for path in building.iterdir() if path.name != MANIFEST)
+    for path in files:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    with ThreadPoolExecutor() as pool:
+        hashes = list(pool.map(sha256_file, files))
+    entries = {
+        path.name: {"bytes": path.stat().st_size, "sha256": digest} for path, digest in zip(files, hashes, strict=True)
+    }
+    newest = max(path.stat().st_mtime for path in files)
+    header = {"format": FORMAT, "version": VERSION, "step": step, "written_at": newest, "state": dict(state)}
+    write_json(building / MANIFEST, {**header, "files": entries, "config": dict(config)})
+    if target.exists():
+        shutil.rmtree(target)
+    building.rename(target)
+    sync_directory(target.parent)
+
+
+def read_checkpoint(path: Path) -> CheckpointInfo:
+    """Reads a checkpoint's manifest.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged or of a newer version.
+    """
+    try:
+        header = read_header(path / MANIFEST, format_name=FORMAT, version=VERSION, what="a checkpoint")
+        return CheckpointInfo(
+            path=path,
+            step=int(header["step"]),
+            state=dict(header["state"]),
+            config=dict(header["config"]),
+            files={name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in header["files"].items()},
+            written_at=float(header["written_at"]),
+        )
+    except DataError as error:
+        raise CheckpointError(str(error)) from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path / MANIFEST}: incomplete ({type(error).__name__}: {error})") from None
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """Folders of the complete checkpoints in `directory`, oldest first; empty where the folder does not exist."""
+    if not directory.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found) if (path / MANIFEST).is_file()]
+
+
+def verify(info: CheckpointInfo) -> Iterator[str]:
+    """Re-reads every byte of a checkpoint and yields one line for each file that is not what the manifest says."""
+    intact = []
+    for name, (size, digest) in info.files.items():
+        try:
+            path = inside(info.path, name)
+        except DataError as error:
+            yield str(error)
+            continue
+        if not path.is_file():
+            yield f"{path}: not found; the manifest names it"
+        elif path.stat().st_size != size:
+            yield f"{path}: {path.stat().st_size} bytes, the manifest says {size}"
+        else:
+            intact.append((path, digest))
+    with ThreadPoolExecutor() as pool:
+        for (path, digest), found in zip(intact, pool.map(sha256_file, [path for path, _ in intact]), strict=True):
+            if found != digest:
+                yield f"{path}: damaged: SHA-256 is {found[:12]}..., the manifest says {digest[:12]}..."
+
+
+def prune(directory: Path, *, keep: int) -> None:
+    """Deletes complete checkpoints but the newest `keep` (at least 1). Called after a newer one is complete."""
+    for path in list_checkpoints(directory)[: -max(1, keep)]:
+        doomed = path.with_name(f".{path.name}.old")
+        path.rename(doomed)  # at once: a half-deleted folder must not look like a checkpoint
+        shutil.rmtree(doomed)
+        _log.info("%s: deleted, newer checkpoints are complete", path)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Deletes what killed processes left half-written; the caller holds the run's lock."""
+    for path in directory.glob(".step-*"):
+        shutil.rmtree(path)
