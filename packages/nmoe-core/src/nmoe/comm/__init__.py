@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that the ranks of an expert-parallel group share. `nmoe.rdep` speaks to it, nothing else does."""
