@@ -2,6 +2,7 @@
 """Promises that the tree makes as a whole: licences, file sizes, layout, images, documents."""
 
 import ast
+import importlib.util
 import re
 import shlex
 import subprocess
@@ -117,3 +118,14 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 def test_document_links_lead_somewhere(name):
     for target in LINK.findall((ROOT / name).read_text(encoding="utf-8")):
         assert (ROOT / name).parent.joinpath(target).exists(), target
+
+
+def test_readme_tables_are_up_to_date():
+    path = ROOT / "docs" / "tables.py"
+    spec = importlib.util.spec_from_file_location("tables", path)
+    assert spec is not None
+    assert spec.loader is not None
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert tables.updated(text) == text, "run: uv run python docs/tables.py"
