@@ -9,8 +9,7 @@ __all__ = ["backward", "forward"]
 
 def _halves(preact_T2F: Tensor) -> tuple[Tensor, Tensor]:
     wide = preact_T2F.to(torch.promote_types(preact_T2F.dtype, torch.float32))
-    gate_TF, up_TF = wide.view(wide.shape[0], -1, 2).unbind(-1)
-    return gate_TF, up_TF
+    return wide[:, 0::2], wide[:, 1::2]
 
 
 def forward(preact_T2F: Tensor) -> Tensor:
