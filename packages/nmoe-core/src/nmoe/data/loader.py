@@ -27,7 +27,7 @@ class Batch:
     """One step's data on this rank.
 
     Attributes:
-        step: number of the step, from 0.
+        step: number of the step, from 1.
         micro: the micro batches, in order.
         num_targets: valid targets of the whole step over all ranks, the divisor of the loss.
         spans: (shard file, first token, one past the last) of every row of the step over all ranks.
@@ -108,7 +108,7 @@ class Loader:
         item = self._ready.get()
         if isinstance(item, Exception):
             raise item
-        self.next_sample = (item.step + 1) * self._batch_size
+        self.next_sample = item.step * self._batch_size
         return item
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class Loader:
         self.close()
 
     def _run(self, sample: int) -> None:
-        step = sample // self._batch_size
+        step = sample // self._batch_size + 1
         while not self._stopping.is_set():
             try:
                 self._ready.put(self._read(step))
@@ -138,7 +138,7 @@ class Loader:
             step += 1
 
     def _read(self, step: int) -> Batch:
-        numbers = np.arange(step * self._batch_size, (step + 1) * self._batch_size, dtype=np.int64)
+        numbers = np.arange((step - 1) * self._batch_size, step * self._batch_size, dtype=np.int64)
         source, _, index = self._order.sample(numbers)
         places = [(int(s), *self._rows[s].span(int(i))) for s, i in zip(source, index, strict=True)]
         per_rank = self._batch_size // self._num_ranks

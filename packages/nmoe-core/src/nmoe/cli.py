@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nmoe-train` and `nmoe-prep`: arguments in, exit status out.
+
+An error that the user can mend is one line and exit status 2, failed work is 1, a run that a signal stopped is 128 plus
+the signal's number, as a shell says it. PyTorch is imported only when a run begins, so that help, checks of a config and
+`--dry-run` answer at once, also where it is not installed.
+"""
+
+import argparse
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import nmoe
+from nmoe.config import load_config
+from nmoe.data.builtin import make_python_docs
+from nmoe.data.prep import PrepSummary, find_inputs, prepare
+from nmoe.errors import ConfigError, EnvironmentFault, NmoeError
+from nmoe.formats.tokenizers import load_tokenizer
+
+if TYPE_CHECKING:
+    from nmoe.train.run import Outcome
+
+__all__ = ["prep", "prep_parser", "train", "train_parser"]
+
+
+def train_parser() -> argparse.ArgumentParser:
+    """Arguments of `nmoe-train`."""
+    parser = argparse.ArgumentParser(
+        prog="nmoe-train",
+        description="Train a Mixture-of-Experts language model. The same command again goes on with an unfinished run.",
+    )
+    parser.add_argument("config", metavar="CONFIG", help="TOML file; docs/configuration.md lists every key")
+    parser.add_argument(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        dest="overrides",
+        help="override a key of the config, such as --set train.steps=100; may be repeated",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check the config and print parameters, memory, GPUs, tokens and steps; train nothing",
+    )
+    parser.add_argument("--fresh", action="store_true", help="begin a new run even where an unfinished one could go on")
+    parser.add_argument("--version", action="version", version=f"nmoe-core {nmoe.__version__}")
+    return parser
+
+
+def prep_parser() -> argparse.ArgumentParser:
+    """Arguments of `nmoe-prep`."""
+    parser = argparse.ArgumentParser(
+        prog="nmoe-prep",
+        description="Make token shards from text, without a judge. Reads .txt (one document a file) and .jsonl (key "
+        "'text'), plain or .gz, and folders of them.",
+    )
+    parser.add_argument("inputs", metavar="INPUT", nargs="*", help="file or folder")
+    parser.add_argument("--builtin", choices=["python-docs"], help="instead of INPUT: text that comes with Python")
+    parser.add_argument("--output", metavar="DIR", required=True, help="folder to make")
+    parser.add_argument(
+        "--tokenizer", metavar="T", default="bytes", help="'bytes' (default), a tokenizer.json or a folder with one"
+    )
+    parser.add_argument(
+        "--val-fraction",
+        metavar="F",
+        type=float,
+        default=0.0,
+        help="share of the documents held out, 0 to 1; makes DIR/train and DIR/val (default: 0, DIR alone)",
+    )
+    parser.add_argument(
+        "--shard-tokens", metavar="N", type=int, default=100_000_000, help="largest shard, in tokens (default: 100 M)"
+    )
+    parser.add_argument("--version", action="version", version=f"nmoe-core {nmoe.__version__}")
+    return parser
+
+
+def _exit_status(work: Callable[[], int]) -> int:
+    """Runs `work`; turns an error that the user can mend into one line and status 2."""
+    try:
+        return work()
+    except NmoeError as error:
+        print("error: " + " ".join(str(error).splitlines()), file=sys.stderr)
+        return 2
+
+
+def train(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of `nmoe-train`."""
+    options = train_parser().parse_args(arguments)
+    return _exit_status(lambda: _train(options))
+
+
+def _train(options: argparse.Namespace) -> int:
+    config = load_config(options.config, options.overrides)
+    if options.dry_run:
+        from nmoe.train.plan import format_plan, make_plan
+
+        print(format_plan(make_plan(config), config=config))
+        return 0
+    if importlib.util.find_spec("torch") is None:
+        raise EnvironmentFault(
+            "nmoe-train needs PyTorch: install nmoe-core[train] "
+            "(in this repository: uv sync --locked --no-default-groups --package nmoe-core --extra train)"
+        )
+    from nmoe.train.report import set_up_logging
+    from nmoe.train.run import train as run
+
+    outcome = run(config, fresh=options.fresh, bar=set_up_logging())
+    for line in _summary(outcome, root=config.run.root):
+        print(line)
+    if outcome.checkpoint_error:
+        print(f"error: {outcome.checkpoint_error}", file=sys.stderr)
+        return 1
+    return 128 + outcome.signal if outcome.signal else 0
+
+
+def _summary(outcome: "Outcome", *, root: str) -> list[str]:
+    """What is printed at the end of a run."""
+    lines = []
+    if outcome.held_out:
+        lines += [f"held-out loss  {_judged(outcome.held_out.loss_per_byte, outcome.byte_entropy)}"]
+    if outcome.sample:
+        lines += [
+            "sample         prompt, then | and the continuation:",
+            f"{outcome.sample.prompt}|{outcome.sample.text}",
+        ]
+    lines += [f"run            {outcome.path} ({outcome.status} at step {outcome.step})"]
+    if outcome.checkpoint:
+        lines += [f"checkpoint     {outcome.checkpoint}"]
+    lines += ["look at it     uv run streamlit run nviz" + ("" if root == "runs" else f" -- --runs {root}")]
+    if outcome.status == "stopped":
+        lines += ["go on          the same command again"]
+    return lines
+
+
+def _judged(loss_per_byte: float, entropy: float | None) -> str:
+    text = f"{loss_per_byte:.4f} nat/byte"
+    if entropy is None:
+        return text
+    below = 100 * (1 - loss_per_byte / entropy)
+    return f"{text}, {below:.0f} % below the byte-unigram entropy of the same text ({entropy:.2f})"
+
+
+def prep(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of `nmoe-prep`."""
+    options = prep_parser().parse_args(arguments)
+    return _exit_status(lambda: _prep(options))
+
+
+def _prep(options: argparse.Namespace) -> int:
+    output = Path(options.output)
+    if bool(options.inputs) == bool(options.builtin):
+        raise ConfigError("nmoe-prep: expected either INPUT files or --builtin python-docs")
+    if options.builtin:
+        print(make_python_docs(output))
+        return 0
+    if not 0 <= options.val_fraction < 1:
+        raise ConfigError(f"--val-fraction {options.val_fraction}: expected 0 or more and less than 1")
+    began = time.monotonic()
+
+    def report(documents: int, size: int) -> None:
+        rate = size / max(1e-9, time.monotonic() - began)
+        end = "\r" if sys.stderr.isatty() else "\n"
+        print(f"{documents:,} documents, {size / 1e6:.1f} MB, {rate / 1e6:.1f} MB/s", end=end, file=sys.stderr)
+
+    summary = prepare(
+        find_inputs(options.inputs),
+        tokenizer=load_tokenizer(options.tokenizer),
+        output=output,
+        val_fraction=options.val_fraction,
+        shard_tokens=options.shard_tokens,
+        report=report,
+    )
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    _print_prepared(summary, output)
+    return 0
+
+
+def _print_prepared(summary: PrepSummary, output: Path) -> None:
+    for side, documents in summary.documents.items():
+        print(f"{output / side}: {documents:,} documents, {summary.tokens[side]:,} tokens")
+    for reason, count in sorted(summary.rejected.items()):
+        print(f"{output / 'rejected.jsonl'}: {count:,} {reason}", file=sys.stderr)

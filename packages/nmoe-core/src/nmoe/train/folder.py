@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which folder a start trains in: what the same command does the second time.
+
+| latest run of this name | config | what happens |
+|---|---|---|
+| none, or finished | any | a new folder |
+| unfinished | the same | it goes on from its newest complete checkpoint |
+| unfinished | changed | an error that names the change |
+| any, with `--fresh` | any | a new folder |
+
+The first folder is `ROOT/NAME`, later ones `ROOT/NAME-2` and so on. Keys that only decide how long or how closely a run
+is watched (`nmoe.config.rules.FREE_KEYS`) may change.
+"""
+
+import fcntl
+import re
+import tomllib
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nmoe.checkpoint.store import CheckpointInfo, list_checkpoints, read_checkpoint, remove_leftovers
+from nmoe.config import Config, changed_keys
+from nmoe.errors import ConfigError, DataError
+from nmoe.formats.files import replace_durably
+from nmoe.formats.runs import RUN_FILE, RunInfo, RunLock, RunRecord, read_run
+
+__all__ = ["RunFolder", "open_folder"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFolder:
+    """A run's folder, locked by this process.
+
+    Attributes:
+        path: the folder.
+        record: its `run.json`, status "running".
+        checkpoint: what to go on from; None: from the beginning.
+        resumed: whether the run was begun by an earlier process.
+        lock: held until `lock.release()` or the end of the process.
+    """
+
+    path: Path
+    record: RunRecord
+    checkpoint: CheckpointInfo | None
+    resumed: bool
+    lock: RunLock
+
+    @property
+    def first_step(self) -> int:
+        """Number of the first step to train, from 1."""
+        return self.checkpoint.step + 1 if self.checkpoint else 1
+
+
+def open_folder(config: Config, *, fresh: bool) -> RunFolder:
+    """Chooses and locks the folder of this start, and writes `config.toml` and `run.json` in it.
+
+    Raises:
+        ConfigError: an unfinished run of the name has another config.
+        DataError: another process trains there, or the latest run's record cannot be read.
+        CheckpointError: the newest checkpoint's manifest is damaged.
+    """
+    root, name = Path(config.run.root), config.run.name
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / ".lock").open("a") as choosing:
+        fcntl.flock(choosing, fcntl.LOCK_EX)  # two starts at once choose one after the other
+        latest = None if fresh else _latest(root, name)
+        if latest is None or latest.status == "finished":
+            path, run_id = _new_path(root, name), uuid.uuid4().hex[:12]
+            path.mkdir()
+            lock, checkpoint = RunLock(path), None
+        else:
+            path, run_id = latest.path, latest.id
+            lock = RunLock(path)
+            _check_unchanged(path, config)
+            remove_leftovers(path / "checkpoints")
+            found = list_checkpoints(path / "checkpoints")
+            checkpoint = read_checkpoint(found[-1]) if found else None
+        tables = _write_config(path, config)
+        record = RunRecord(path)
+        step = checkpoint.step if checkpoint else 0
+        record.start(id=run_id, config=tables, steps=config.train.steps, step=step)
+    resumed = latest is not None and path == latest.path
+    return RunFolder(path=path, record=record, checkpoint=checkpoint, resumed=resumed, lock=lock)
+
+
+def _numbered(root: Path, name: str) -> list[tuple[int, Path]]:
+    """Folders `name`, `name-2`, `name-3`, ... that exist, by number."""
+    pattern = re.compile(re.escape(name) + r"(?:-([1-9]\d*))?")
+    found = [(int(match[1] or 1), path) for path in root.iterdir() if (match := pattern.fullmatch(path.name))]
+    return sorted(found)
+
+
+def _latest(root: Path, name: str) -> RunInfo | None:
+    for _, path in reversed(_numbered(root, name)):
+        if (path / RUN_FILE).exists():
+            try:
+                return read_run(path)
+            except DataError as error:
+                raise DataError(f"{error}; mend it or start anew with --fresh") from None
+    return None
+
+
+def _new_path(root: Path, name: str) -> Path:
+    taken = _numbered(root, name)
+    return root / (f"{name}-{taken[-1][0] + 1}" if taken else name)
+
+
+def _check_unchanged(path: Path, config: Config) -> None:
+    recorded = path / "config.toml"
+    try:
+        old = tomllib.loads(recorded.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{recorded}: cannot be read ({error}); start anew with --fresh") from None
+    changes = changed_keys(old, config)
+    if changes:
+        raise ConfigError(
+            f"{path}: this unfinished run has another config: {'; '.join(changes)}. "
+            "Undo the change to go on, or start anew with --fresh or another run.name"
+        )
+
+
+def _write_config(path: Path, config: Config) -> dict[str, Any]:
+    text = config.to_toml()
+    temporary = path / ".config.toml.tmp"
+    temporary.write_text(text, encoding="utf-8")
+    replace_durably(temporary, path / "config.toml")
+    return tomllib.loads(text)

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step's figures: into the metric store, into the log line, onto the progress bar."""
+
+import logging
+import math
+import time
+
+import numpy as np
+
+from nmoe.config import Config
+from nmoe.data.loader import Batch
+from nmoe.formats.metrics import MetricWriter
+from nmoe.train.evaluate import HeldOut
+from nmoe.train.health import RouterHealth, router_health
+from nmoe.train.loop import StepResult
+from nmoe.train.report import ProgressBar, StepFigures, format_step
+from nmoe.train.setup import Parts, Progress
+from nmoe.train.throughput import Peak, flop_per_token, gpu_peak_bytes, host_rss_bytes
+
+__all__ = ["Recorder"]
+
+_log = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Records the steps of one process.
+
+    Args:
+        config: names, units and intervals depend on it.
+        parts: for the selection biases and the device.
+        progress: the run's counters, read as they change.
+        metrics: the store.
+        bar: the terminal's progress bar.
+        peak: of the device, for MFU.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        parts: Parts,
+        progress: Progress,
+        metrics: MetricWriter,
+        bar: ProgressBar,
+        peak: Peak,
+    ):
+        self._config, self._parts, self._progress = config, parts, progress
+        self._metrics, self._bar, self._peak = metrics, bar, peak
+        self._flop_per_token = flop_per_token(config)
+        self._began, self._first_step = time.monotonic(), progress.step
+
+    def step(self, result: StepResult, batch: Batch, *, step_time: float, data_wait: float) -> None:
+        """Records a step that has just been counted in `progress`.
+
+        Args:
+            result: what it did.
+            batch: what it read.
+            step_time: seconds, the wait for data among them.
+            data_wait: seconds that it waited for data.
+        """
+        step, config = batch.step, self._config
+        tokens_per_second = batch.num_targets / step_time
+        mfu = tokens_per_second * self._flop_per_token / self._peak.flops
+        memory = gpu_peak_bytes(self._parts.device)
+        values = {
+            "train/loss": result.loss,
+            "train/grad_norm": result.grad_norm,
+            "train/learning_rate": result.learning_rate,
+            "train/tokens": self._progress.tokens,
+            "train/skipped_steps": self._progress.skipped_steps,
+            "train/loss_spikes": self._progress.loss_spikes,
+            "speed/tokens_per_second": tokens_per_second,
+            "speed/step_time": step_time,
+            "speed/mfu": mfu,
+            "speed/data_wait": data_wait,
+            "memory/host_rss": host_rss_bytes(),
+        }
+        values |= {f"speed/{part}_time": seconds for part, seconds in result.seconds.items()}
+        if memory:
+            values["memory/gpu_peak"] = memory
+        if config.train.z_loss:
+            values["train/z_loss"] = result.z_loss
+        if config.num_moe_layers and (config.moe.balance_loss or config.moe.z_loss):
+            values |= self._aux_losses(result.aux_loss)
+        health = router_health(result.load_LE) if len(result.load_LE) else None
+        if health:
+            values["router/overload"] = 1.0  # one rank holds all experts
+            self._router(step, health)
+        self._metrics.log(step, values)
+        self._metrics.log_batches(step, batch.spans)
+        _log.info(
+            "%s",
+            format_step(
+                StepFigures(
+                    step=step,
+                    steps=config.train.steps,
+                    loss=result.loss,
+                    grad_norm=result.grad_norm,
+                    learning_rate=result.learning_rate,
+                    tokens_per_second=tokens_per_second,
+                    step_time=step_time,
+                    mfu=mfu,
+                    overload=1.0,
+                    max_over_mean=float(health.max_over_mean.max()) if health else math.nan,
+                    memory_bytes=memory or host_rss_bytes(),
+                    eta_s=self._eta(),
+                )
+            ),
+        )
+        self._bar.show(step, config.train.steps, eta_s=self._eta())
+
+    def _aux_losses(self, aux_loss: float) -> dict[str, float]:
+        """The routers' losses by name; the model gives their sum, so neither is recorded where both are on."""
+        moe = self._config.moe
+        if moe.balance_loss and moe.z_loss:
+            return {}
+        return {"train/balance_loss" if moe.balance_loss else "train/router_z_loss": aux_loss}
+
+    def _router(self, step: int, health: RouterHealth) -> None:
+        for name, values in (
+            ("router/max_over_mean", health.max_over_mean),
+            ("router/dead_experts", health.dead_experts),
+            ("router/entropy", health.entropy),
+        ):
+            self._metrics.log_array(step, name, values, axes=("layer",))
+        biases = [router.bias for router in self._parts.model.routers().values() if router.bias is not None]
+        if biases:
+            ranges = np.array([float(bias.max() - bias.min()) for bias in biases])
+            self._metrics.log_array(step, "router/bias_range", ranges, axes=("layer",))
+        last = step == self._config.train.steps
+        if step % self._config.metrics.router_every == 0 or step == 1 or last:
+            self._metrics.log_array(step, "router/load", health.share_LE, axes=("layer", "expert"))
+
+    def _eta(self) -> float:
+        """Seconds to the end at the pace of this process so far, evaluations and checkpoints among it."""
+        done = self._progress.step - self._first_step
+        left = self._config.train.steps - self._progress.step
+        return left * (time.monotonic() - self._began) / done if done else math.nan
+
+    def held_out(self, held_out: HeldOut, seconds: float) -> None:
+        """Records an evaluation after the step that was counted last."""
+        step = self._progress.step
+        values = {"val/loss": held_out.loss, "val/loss_per_byte": held_out.loss_per_byte, "speed/eval_time": seconds}
+        self._metrics.log(step, values)
+        _log.info(
+            "step %d: held-out loss %.4f nat/token, %.4f nat/byte, %.1f s",
+            step,
+            held_out.loss,
+            held_out.loss_per_byte,
+            seconds,
+        )
+
+    def checkpoint(self, pause: float) -> None:
+        """Records how long training paused for a checkpoint."""
+        self._metrics.log(self._progress.step, {"speed/checkpoint_time": pause})

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device, model and optimizer of a run, and everything of them that a checkpoint holds."""
+
+import base64
+import logging
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import deterministic
+
+from nmoe import arch
+from nmoe.checkpoint.load import load_tensors
+from nmoe.checkpoint.store import CheckpointInfo
+from nmoe.comm.local import Local
+from nmoe.config import Config
+from nmoe.model.init import init_model
+from nmoe.model.transformer import Transformer
+from nmoe.ops import registry
+from nmoe.optim.adamw import AdamW
+
+__all__ = ["Parts", "Progress", "build", "checkpoint_tensors", "choose_device", "restore"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class Progress:
+    """Counters of a run that a checkpoint carries.
+
+    Attributes:
+        step: steps done, skipped ones among them.
+        next_sample: number of the first sample not yet taken.
+        tokens: targets trained on.
+        skipped_steps: steps left out because loss or gradient were not finite.
+        loss_spikes: steps whose loss stood far above the recent ones.
+        recent_losses: of the last steps, oldest first, for finding spikes.
+    """
+
+    step: int = 0
+    next_sample: int = 0
+    tokens: int = 0
+    skipped_steps: int = 0
+    loss_spikes: int = 0
+    recent_losses: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What computes: model and optimizer on a device."""
+
+    device: torch.device
+    model: Transformer
+    optimizer: AdamW
+
+
+def choose_device() -> torch.device:
+    """The GPU where there is one, else the CPU; also makes the arithmetic repeatable.
+
+    Raises:
+        EnvironmentFault: the GPU is of a kind that has no kernels here.
+    """
+    chosen = arch.current()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # one of two settings with repeatable sums
+    torch.use_deterministic_algorithms(True)
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    _log.info("device %s, arch %s, PyTorch %s", name, chosen.name, torch.__version__)
+    for op, source in registry.table().items():
+        _log.info("  op %-16s %s", op, source)
+    return device
+
+
+def build(config: Config, device: torch.device) -> Parts:
+    """The model with its initial values, and its optimizer."""
+    with torch.device(device):
+        model = Transformer(config, comm=Local(device))
+    init_model(model, config.run.seed)
+    optimizer = AdamW(model.named_parameters(), config=config.optim, seed=config.run.seed)
+    return Parts(device=device, model=model, optimizer=optimizer)
+
+
+def checkpoint_tensors(parts: Parts) -> dict[str, torch.Tensor]:
+    """Every tensor that training changes, by name: values, selection biases, moments."""
+    tensors = {f"model.{name}": tensor for name, tensor in parts.model.state_dict().items()}
+    return tensors | {f"optim.{name}": tensor for name, tensor in parts.optimizer.state().items()}
+
+
+def checkpoint_state(parts: Parts, progress: Progress) -> dict[str, Any]:
+    """Every number that training changes, as JSON values."""
+    rng = {"cpu": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()}
+    if parts.device.type == "cuda":
+        rng["cuda"] = base64.b64encode(torch.cuda.get_rng_state(parts.device).numpy().tobytes()).decode()
+    return {
+        "step": progress.step,
+        "next_sample": progress.next_sample,
+        "tokens": progress.tokens,
+        "skipped_steps": progress.skipped_steps,
+        "loss_spikes": progress.loss_spikes,
+        "recent_losses": progress.recent_losses,
+        "num_updates": parts.optimizer.num_updates,
+        "rng": rng,
+    }
+
+
+def restore(parts: Parts, checkpoint: CheckpointInfo) -> Progress:
+    """Fills model, optimizer and random generators from a checkpoint.
+
+    Raises:
+        CheckpointError: a file is damaged, or it belongs to another model.
+    """
+    state = dict(checkpoint.state)
+    tensors = checkpoint_tensors(parts)
+    load_tensors(checkpoint, tensors)
+    parts.optimizer.num_updates = int(state.pop("num_updates"))
+    rng = state.pop("rng")
+    torch.set_rng_state(_bytes(rng["cpu"]))
+    if parts.device.type == "cuda" and "cuda" in rng:
+        torch.cuda.set_rng_state(_bytes(rng["cuda"]), parts.device)
+    return Progress(**state)
+
+
+def _bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
