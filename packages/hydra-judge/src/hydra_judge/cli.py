@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: data on standard output, progress and errors on standard error, exit 0, 1 (the work failed) or 2."""
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hydra_judge import __version__
+from hydra_judge.budget import BudgetError
+from hydra_judge.corpus import plan
+from hydra_judge.engine import StoppedError
+from hydra_judge.options import (
+    FOLDER,
+    judge_options,
+    reading_options,
+    request_options,
+    server_options,
+    take_servers,
+)
+from hydra_judge.pack import pack as pack_scored
+from hydra_judge.rubric import load_rubric
+from hydra_judge.score import Reading
+from hydra_judge.session import default_judge, run_score
+from nmoe.errors import NmoeError
+from nmoe.formats.shards import open_shards, verify_shards
+
+__all__ = ["group", "main"]
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="hydra-judge")
+def group() -> None:
+    """Grade a corpus with a large language model and turn the good part into token shards.
+
+    \b
+    hydra-judge score corpus/ --rubric educational --base-url http://localhost:8000/v1 --model NAME --output scored
+    hydra-judge pack scored --tokenizer tokenizer.json --min-score 3 --output shards
+    hydra-judge verify shards
+    """
+
+
+@group.command()
+@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
+@click.option("--output", required=True, type=FOLDER, metavar="DIR", help="Folder for scores, quarantine and accounts.")
+@judge_options()
+@server_options()
+@reading_options()
+@click.option("--quiet", is_flag=True, help="No progress.")
+def score(**options: Any) -> None:
+    """Grade every document of INPUT...
+
+    INPUT is a file (.jsonl, .txt, .md, each plain, .gz or .zst; .parquet, .arrow), a folder, a glob, hf://OWNER/NAME
+    or - for jsonl on standard input. What is no document goes to DIR/quarantine.jsonl with path, line and reason.
+
+    The same command goes on where an earlier one was stopped or killed; an answer that was paid for is never asked
+    for again, in this run or any other with the same cache.
+    """
+    servers = take_servers(options)
+    judge = default_judge(
+        load_rubric(options["rubric"]),
+        model=servers.model,
+        votes=options["votes"],
+        temperature=options["temperature"],
+        options=request_options(options["request_options"]),
+    )
+    reading = Reading(
+        text_key=options["text_key"],
+        id_key=options["id_key"],
+        max_bytes=options["max_document_bytes"],
+        limit=options["limit"],
+    )
+    blocks = plan(options["inputs"], block_bytes=options["block_bytes"])
+    summary = asyncio.run(
+        run_score(
+            blocks,
+            judge=judge,
+            form=options["answer"],
+            servers=servers,
+            reading=reading,
+            output=options["output"],
+            quiet=options["quiet"],
+        )
+    )
+    click.echo(summary)
+
+
+@group.command()
+@click.argument("scored", type=FOLDER, metavar="DIR")
+@click.option("--tokenizer", required=True, metavar="T", help='"bytes", a tokenizer.json, or a folder that holds one.')
+@click.option(
+    "--min-score", type=float, required=True, metavar="S", help="Lowest score that is kept, on the rubric's scale."
+)
+@click.option("--output", required=True, type=FOLDER, metavar="SHARDS", help="Folder for the shards.")
+@click.option(
+    "--shard-tokens", type=click.IntRange(2), default=100_000_000, show_default=True, help="Tokens of a shard."
+)
+@click.option(
+    "--max-document-tokens", type=click.IntRange(1), default=None, help="Split longer documents.  [default: a shard]"
+)
+def pack(
+    scored: Path, tokenizer: str, min_score: float, output: Path, shard_tokens: int, max_document_tokens: int | None
+) -> None:
+    """Write the documents of DIR that score at least S as token shards."""
+    totals = pack_scored(
+        scored,
+        tokenizer=tokenizer,
+        min_score=min_score,
+        output=output,
+        shard_tokens=shard_tokens,
+        max_document_tokens=max_document_tokens,
+    )
+    dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(totals.dropped.items())) or "none"
+    click.echo(f"{output}: {totals.kept} documents, {totals.tokens} tokens; dropped: {dropped}")
+
+
+@group.command()
+@click.argument("shards", type=FOLDER, metavar="SHARDS")
+def verify(shards: Path) -> None:
+    """Re-read every byte of SHARDS and check it against the manifest."""
+    problems = 0
+    for problem in verify_shards(shards):
+        click.echo(problem)
+        problems += 1
+    if problems:
+        raise StoppedError(f"{shards}: {problems} problems; make the shards again")
+    opened = open_shards(shards)
+    click.echo(f"{shards}: {opened.num_documents} documents, {opened.num_tokens} tokens, no problem")
+
+
+def main() -> None:
+    """Entry point of `hydra-judge`."""
+    try:
+        group.main(standalone_mode=False)
+    except (StoppedError, BudgetError) as stopped:
+        _fail(str(stopped), 1)
+    except NmoeError as error:
+        _fail(str(error), 2)
+    except click.ClickException as error:
+        _fail(error.format_message(), 2)
+    except (click.Abort, KeyboardInterrupt, asyncio.CancelledError):
+        _fail("interrupted; every answer is kept, the same command goes on from here", 1)
+    except BrokenPipeError:
+        sys.exit(1)
+
+
+def _fail(message: str, code: int) -> None:
+    click.echo(f"error: {' '.join(message.split())}", err=True)
+    sys.exit(code)

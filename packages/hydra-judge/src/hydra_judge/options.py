@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command-line options that several verbs share."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hydra_judge.cache import default_cache_path
+from hydra_judge.rubric import shipped_rubrics
+from hydra_judge.session import Servers
+from hydra_judge.verdict import FORMS
+from nmoe.errors import ConfigError
+from nmoe.formats.documents import MAX_DOCUMENT_BYTES
+
+__all__ = ["FILE", "FOLDER", "judge_options", "reading_options", "request_options", "server_options", "take_servers"]
+
+FOLDER = click.Path(path_type=Path, file_okay=False)
+FILE = click.Path(path_type=Path, dir_okay=False)
+
+Decorator = Callable[[Any], Any]
+
+
+def _apply(options: list[Decorator]) -> Decorator:
+    """One decorator from several, in the order of the help."""
+
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def server_options() -> Decorator:
+    """Options of every verb that asks a server."""
+    option = click.option
+    return _apply(
+        [
+            option(
+                "--base-url",
+                "urls",
+                multiple=True,
+                metavar="URL[#weight=W]",
+                help="Server that speaks the OpenAI protocol, such as http://localhost:8000/v1; may be repeated, W is "
+                "its share of the load. Required: documents go nowhere else.",
+            ),
+            option("--model", required=True, metavar="NAME", help="Model, by the name that the server knows."),
+            option(
+                "--api-key-env",
+                default="OPENAI_API_KEY",
+                show_default=True,
+                metavar="NAME",
+                help="Environment variable that holds the API key.",
+            ),
+            option(
+                "--concurrency",
+                type=click.IntRange(1, 4096),
+                default=32,
+                show_default=True,
+                help="Requests in flight at each server at the most; fewer are used while it refuses them.",
+            ),
+            option(
+                "--timeout",
+                type=click.FloatRange(0.1),
+                default=120.0,
+                show_default=True,
+                metavar="SECONDS",
+                help="Wait for one answer.",
+            ),
+            option(
+                "--deadline",
+                type=click.FloatRange(0.1),
+                default=600.0,
+                show_default=True,
+                metavar="SECONDS",
+                help="Time of trying after which a document fails; outages do not count.",
+            ),
+            option(
+                "--max-outage",
+                type=click.FloatRange(1),
+                default=7200.0,
+                show_default=True,
+                metavar="SECONDS",
+                help="Time without any server after which the run stops.",
+            ),
+            option(
+                "--rpm", type=click.FloatRange(0), default=0.0, metavar="N", help="Requests per minute at each server."
+            ),
+            option(
+                "--tpm", type=click.FloatRange(0), default=0.0, metavar="N", help="Tokens per minute at each server."
+            ),
+            option(
+                "--prices",
+                type=FILE,
+                help='TOML with [models."NAME"] prompt and answer, in dollars per million tokens.',
+            ),
+            option("--max-cost", type=click.FloatRange(0), metavar="DOLLARS", help="Stop before the bill passes this."),
+            option(
+                "--max-requests",
+                type=click.IntRange(0),
+                metavar="N",
+                help="Stop after this many requests, repeated ones included.",
+            ),
+            option(
+                "--cache",
+                type=FILE,
+                default=None,
+                help="Answers already paid for, shared by all runs of this host.  "
+                "[default: ~/.cache/hydra-judge/answers.sqlite]",
+            ),
+        ]
+    )
+
+
+def judge_options() -> Decorator:
+    """Options that decide how a document is judged."""
+    option = click.option
+    return _apply(
+        [
+            option(
+                "--rubric",
+                required=True,
+                metavar="R",
+                help=f"What to look for: a TOML file, or one of {', '.join(shipped_rubrics())}.",
+            ),
+            option(
+                "--answer",
+                type=click.Choice(["auto", *FORMS]),
+                default="auto",
+                show_default=True,
+                help="Form of the answer; auto asks the server what it understands. p_yes reads the probability of Yes.",
+            ),
+            option(
+                "--votes",
+                type=click.IntRange(1, 32),
+                default=1,
+                show_default=True,
+                help="Independent answers for each text.",
+            ),
+            option(
+                "--temperature",
+                type=click.FloatRange(0, 2),
+                default=None,
+                help="Of sampling.  [default: 0, or 0.7 with several votes]",
+            ),
+            option(
+                "--request-option",
+                "request_options",
+                multiple=True,
+                metavar="KEY=JSON",
+                help="Further key of the request body; null removes one.",
+            ),
+        ]
+    )
+
+
+def reading_options() -> Decorator:
+    """Options that decide what of the input is a document."""
+    option = click.option
+    return _apply(
+        [
+            option("--text-key", default="text", show_default=True, help="Key or column of the text."),
+            option("--id-key", default="id", show_default=True, help="Key or column of the id."),
+            option(
+                "--max-document-bytes",
+                type=click.IntRange(1),
+                default=MAX_DOCUMENT_BYTES,
+                show_default=True,
+                help="Larger documents are quarantined.",
+            ),
+            option(
+                "--block-bytes",
+                type=click.IntRange(1),
+                default=256 << 20,
+                show_default=True,
+                help="Size from which a file is split into blocks.",
+            ),
+            option(
+                "--limit", type=click.IntRange(1), default=None, metavar="N", help="Take the first N documents only."
+            ),
+        ]
+    )
+
+
+def take_servers(options: dict[str, Any]) -> Servers:
+    """The options of `server_options`, taken out of `options`."""
+    return Servers(
+        urls=options.pop("urls"),
+        model=options.pop("model"),
+        api_key_env=options.pop("api_key_env"),
+        concurrency=options.pop("concurrency"),
+        timeout=options.pop("timeout"),
+        deadline=options.pop("deadline"),
+        max_outage=options.pop("max_outage"),
+        requests_per_minute=options.pop("rpm"),
+        tokens_per_minute=options.pop("tpm"),
+        prices=options.pop("prices"),
+        max_cost=options.pop("max_cost"),
+        max_requests=options.pop("max_requests"),
+        cache=options.pop("cache") or default_cache_path(),
+    )
+
+
+def request_options(pairs: tuple[str, ...]) -> dict[str, Any]:
+    """KEY=JSON pairs; a value that is no JSON is taken as a string."""
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key or key in ("model", "messages"):
+            raise ConfigError(f"--request-option {pair}: expected KEY=VALUE, a key other than model and messages")
+        try:
+            values[key] = json.loads(value)
+        except ValueError:
+            values[key] = value
+    return values

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run of the judge: servers, cache, budget and signals put together from the options, and taken down again."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from hydra_judge.backends import Backend
+from hydra_judge.budget import Budget, load_price
+from hydra_judge.cache import Cache, default_cache_path
+from hydra_judge.corpus import Block
+from hydra_judge.engine import Engine, StoppedError
+from hydra_judge.judge import Judge, choose_form
+from hydra_judge.limits import Endpoint, TokenBucket
+from hydra_judge.output import finished_blocks, join_blocks, prepare
+from hydra_judge.progress import Progress
+from hydra_judge.rubric import Rubric
+from hydra_judge.score import Reading, score_blocks
+from nmoe.errors import ConfigError
+
+__all__ = ["Servers", "make_engine", "make_judge", "run_score"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Servers:
+    """Who is asked, how hard, and for how much.
+
+    Attributes:
+        urls: base URLs; "#weight=W" behind one sets its share of the load.
+        model: name that the servers know.
+        api_key_env: environment variable that holds the key.
+        concurrency: requests in flight at each server at the most.
+        timeout: seconds for one request.
+        requests_per_minute, tokens_per_minute: limits of each server; 0 for none.
+        deadline: seconds of trying for one request.
+        max_outage: seconds for which all servers may be down.
+        prices: TOML of prices; None if the model costs nothing.
+        max_requests, max_cost: where to stop; None for no limit.
+        cache: SQLite file of answers.
+    """
+
+    urls: tuple[str, ...]
+    model: str
+    api_key_env: str = "OPENAI_API_KEY"
+    concurrency: int = 32
+    timeout: float = 120.0
+    requests_per_minute: float = 0.0
+    tokens_per_minute: float = 0.0
+    deadline: float = 600.0
+    max_outage: float = 7200.0
+    prices: Path | None = None
+    max_requests: int | None = None
+    max_cost: float | None = None
+    cache: Path = field(default_factory=default_cache_path)
+
+
+def _weight(url: str) -> tuple[str, float]:
+    """The address without its fragment, and the weight that stands there."""
+    address, _, fragment = url.partition("#")
+    if not fragment:
+        return address, 1.0
+    key, _, value = fragment.partition("=")
+    try:
+        weight = float(value)
+    except ValueError:
+        weight = 0.0
+    if key != "weight" or not 0 < weight < float("inf"):
+        raise ConfigError(f"--base-url {url}: expected #weight=W with W above 0 behind the address")
+    return address, weight
+
+
+def _connect(servers: Servers) -> list[tuple[Endpoint, Backend]]:
+    # The client takes a third of a second to import, which verbs without a server need not wait for.
+    from hydra_judge.backends.openai import OpenAIBackend
+
+    if not servers.urls:
+        raise ConfigError("--base-url is missing; documents go only to a server that you name")
+    key = os.environ.get(servers.api_key_env)
+    connected: list[tuple[Endpoint, Backend]] = []
+    for url in servers.urls:
+        address, weight = _weight(url)
+        backend = OpenAIBackend(address, api_key=key, timeout=servers.timeout, connections=servers.concurrency)
+        endpoint = Endpoint(
+            url=urlsplit(address).netloc,
+            most=servers.concurrency,
+            weight=weight,
+            requests=TokenBucket(servers.requests_per_minute),
+            tokens=TokenBucket(servers.tokens_per_minute),
+            clock=time.monotonic,
+        )
+        connected.append((endpoint, backend))
+    return connected
+
+
+@asynccontextmanager
+async def make_engine(servers: Servers) -> AsyncIterator[Engine]:
+    """An engine that SIGINT and SIGTERM stop: what is in flight is waited for and kept, a second signal cuts it off."""
+    price = load_price(servers.prices, model=servers.model) if servers.prices else None
+    budget = Budget(price=price, max_requests=servers.max_requests, max_cost=servers.max_cost)
+    cache = Cache(servers.cache)
+    engine = Engine(
+        _connect(servers),
+        cache=cache,
+        budget=budget,
+        model=servers.model,
+        deadline=servers.deadline,
+        max_outage=servers.max_outage,
+    )
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+    def interrupt() -> None:
+        if not engine.stopping:
+            engine.stop(StoppedError("interrupted; every answer is kept, the same command goes on from here"))
+        elif task is not None:
+            task.cancel()
+
+    for name in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(name, interrupt)
+    try:
+        yield engine
+        await engine.drain()
+    except BaseException:
+        if task is None or not task.cancelling():
+            await engine.drain()
+        raise
+    finally:
+        for name in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(name)
+        await engine.close()
+        cache.close()
+
+
+async def make_judge(engine: Engine, judge: Judge, *, form: str) -> Judge:
+    """The judge with its answer form; "auto" asks the server which it understands."""
+    if form != "auto":
+        return replace(judge, form=form)
+
+    def probe(candidate: str) -> Judge:
+        return replace(judge, form=candidate, votes=1, temperature=0.0, attempts=6, faults_allowed=2)
+
+    found, tried = await choose_form(probe, engine.ask)
+    if tried:
+        sys.stderr.write(f"answer form {found}; not understood: {tried}\n")
+    return replace(judge, form=found)
+
+
+def default_judge(
+    rubric: Rubric, *, model: str, votes: int, temperature: float | None, options: dict[str, Any]
+) -> Judge:
+    """A judge whose form is not settled; several votes need a temperature above 0 to differ."""
+    warm = 0.0 if votes == 1 else 0.7
+    return Judge(
+        rubric=rubric,
+        model=model,
+        form="json_schema",
+        votes=votes,
+        temperature=warm if temperature is None else temperature,
+        options=options,
+    )
+
+
+async def run_score(
+    blocks: Sequence[Block],
+    *,
+    judge: Judge,
+    form: str,
+    servers: Servers,
+    reading: Reading,
+    output: Path,
+    quiet: bool,
+) -> str:
+    """Scores what is not scored yet and completes the folder.
+
+    Args:
+        blocks: the plan of the corpus.
+        judge: how documents are judged.
+        form: answer form or "auto".
+        servers: who is asked.
+        reading: how the corpus is read.
+        output: folder of the run.
+        quiet: no progress on standard error.
+
+    Returns:
+        A summary in one line.
+    """
+    began = time.time()
+    async with make_engine(servers) as engine:
+        judge = await make_judge(engine, judge, form=form)
+        settings = judge.settings()
+        prepare(output, settings=settings, model=judge.model)
+        done = finished_blocks(output, blocks, extra=reading.settings())
+        left = [(number, block) for number, block in enumerate(blocks) if number not in done]
+        progress = Progress([block for _, block in left], stream=None if quiet else sys.stderr)
+        shown = asyncio.create_task(progress.show(engine))
+        try:
+            await score_blocks(
+                left,
+                judge=lambda document, order: judge.document(document, engine.ask, order=order),
+                output=output,
+                settings=settings,
+                model=judge.model,
+                reading=reading,
+                active=2 * servers.concurrency * len(servers.urls) + 16,
+                progress=progress,
+            )
+        finally:
+            shown.cancel()
+            await asyncio.gather(shown, return_exceptions=True)
+            await engine.drain()
+            _record(output, engine, progress, began)
+        header = join_blocks(output, blocks, settings=settings, model=judge.model)
+        return _summary(header, engine)
+
+
+def _record(output: Path, engine: Engine, progress: Progress, began: float) -> None:
+    """Appends what this run did to DIR/runs.jsonl."""
+    record = {
+        "started_at": round(began, 3),
+        "seconds": round(time.time() - began, 3),
+        "documents": progress.documents,
+        "outcomes": dict(progress.outcomes),
+        "cost": round(engine.spent, 6),
+        **engine.counts,
+    }
+    with (output / "runs.jsonl").open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(record) + "\n")
+
+
+def _summary(header: dict[str, Any], engine: Engine) -> str:
+    outcomes = ", ".join(f"{count} {name}" for name, count in header["outcomes"].items() if count)
+    rejects = ", ".join(f"{count} {name}" for name, count in header["quarantined"].items())
+    return (
+        f"{header['documents']} documents: {outcomes or 'none'}; quarantined: {rejects or 'none'}; "
+        f"{engine.counts['requests']} requests, {engine.counts['cached']} from the cache, ${engine.spent:.4f}"
+    )
