@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transformer: parameters, initial values, packed rows, loss, generation."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nmoe.comm.local import Local
+from nmoe.config import Config, load_config, parse_config
+from nmoe.model.generate import choose, generate
+from nmoe.model.init import init_model, normal
+from nmoe.model.params import count_parameters, parameter_shapes
+from nmoe.model.transformer import IGNORED, ModelOutput, Transformer
+
+TINY = """
+[model]
+vocab_size = 61
+hidden_size = 24
+num_layers = 3
+num_dense_layers = 1
+ffn_size = 40
+[attention]
+num_heads = 3
+kv_lora_rank = 10
+qk_nope_head_dim = 8
+qk_rope_head_dim = 4
+v_head_dim = 6
+[moe]
+num_experts = 6
+num_shared_experts = 1
+top_k = 2
+expert_size = 14
+[data]
+train = ["unused"]
+seq_len = 16
+[train]
+steps = 1
+batch_size = 1
+micro_batch_size = 1
+dtype = "fp64"
+[optim]
+learning_rate = 1e-3
+[schedule]
+warmup_steps = 0
+[checkpoint]
+every = 1
+"""
+
+
+@pytest.fixture(autouse=True)
+def reference_arch(monkeypatch):
+    monkeypatch.setenv("NMOE_ARCH", "reference")
+
+
+def _config(*overrides: str) -> Config:
+    return parse_config(TINY, where="tiny", name="tiny", overrides=overrides)
+
+
+def _model(*overrides: str) -> Transformer:
+    model = Transformer(_config(*overrides))
+    init_model(model, 1)
+    with torch.no_grad():  # weights large enough that every part of the model matters
+        for name, parameter in model.named_parameters():
+            if not name.endswith("norm.weight"):
+                parameter.mul_(10)
+            else:
+                normal(parameter, std=0.2, seed=3, name=name)
+                parameter.add_(1)
+        for router in model.routers().values():
+            if router.bias is not None:
+                normal(router.bias, std=0.05, seed=4, name="bias")
+    return model
+
+
+def _tokens(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, 61, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _run(model: Transformer, documents: Sequence[Tensor], *, rows: int = 1) -> ModelOutput:
+    """Loss of documents packed side by side into ``rows`` equal rows; a document's last token has no target."""
+    tokens = torch.cat([*documents]).view(rows, -1)
+    positions = torch.cat([torch.arange(len(d)) for d in documents]).view(rows, -1)
+    number = torch.cat([torch.full((len(d),), i) for i, d in enumerate(documents)]).view(rows, -1)
+    targets = torch.cat([torch.cat((d[1:], torch.tensor([IGNORED]))) for d in documents]).view(rows, -1)
+    return model(tokens, positions_BT=positions, document_BT=number, targets_BT=targets)
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        ("moonlet", 7.34e9, 1.82e9),
+        ("moonlight", 15.96e9, 2.92e9),
+        ("dsv2", 235.7e9, 21.4e9),
+        ("dsv3", 671.0e9, 37.55e9),
+    ],
+)
+def test_parameter_counts_match_the_published_models(name, total, active):
+    counted = count_parameters(load_config(f"configs/{name}.toml"))
+    assert counted == (pytest.approx(total, rel=0.005), pytest.approx(active, rel=0.005))
+
+
+@pytest.mark.parametrize("name", ["moonlet", "dsv2", "dsv3", "quickstart"])
+def test_parameter_shapes_match_the_module(name):
+    config = load_config(f"configs/{name}.toml")
+    with torch.device("meta"):
+        model = Transformer(config)
+    assert {n: tuple(p.shape) for n, p in model.named_parameters()} == parameter_shapes(config)
+
+
+def test_counting_parameters_needs_no_torch():
+    code = (
+        "import sys\nsys.modules['torch'] = None\n"
+        "from nmoe.config import load_config\nfrom nmoe.model.params import count_parameters\n"
+        "print(count_parameters(load_config('configs/dsv3.toml')))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.startswith("(671")
+
+
+def test_tied_embeddings_have_one_matrix():
+    model = _model("model.tie_embeddings=true")
+    assert "head" not in dict(model.named_parameters())
+    assert {n: tuple(p.shape) for n, p in model.named_parameters()} == parameter_shapes(model.config)
+    document = _tokens(9)
+    _run(model, [document]).loss_sum.backward()
+    assert model.embed.grad is not None
+    unused = sorted(set(range(61)) - set(document.tolist()))
+    assert model.embed.grad[unused].abs().sum() > 0  # the head's share reaches words that were not read
+
+
+# ---- initial values
+
+
+def test_initial_values_depend_on_seed_and_name_only():
+    config = _config()
+    first, again, other = (Transformer(config) for _ in range(3))
+    init_model(first, 5)
+    init_model(again, 5)
+    init_model(other, 6)
+    values, same, changed = (dict(m.named_parameters()) for m in (first, again, other))
+    for name, value in values.items():
+        assert torch.equal(value, same[name])
+        assert name.endswith("norm.weight") or not torch.equal(value, changed[name])
+    drawn = [v.flatten()[:8].tolist() for n, v in values.items() if not n.endswith("norm.weight")]
+    assert len({tuple(d) for d in drawn}) == len(drawn)
+
+
+def test_initial_values_of_an_expert_do_not_depend_on_its_rank():
+    class Rank(Local):
+        def __init__(self, rank: int, size: int) -> None:
+            super().__init__()
+            self.rank, self.size = rank, size
+
+    config = _config()
+    whole = Transformer(config)
+    init_model(whole, 5)
+    for rank in range(3):
+        part = Transformer(config, comm=Rank(rank, 3))
+        init_model(part, 5)
+        for name, value in part.named_parameters():
+            expected = whole.get_parameter(name)
+            if ".experts." in name:
+                assert value.shape[0] == 2
+                expected = expected[2 * rank : 2 * rank + 2]
+            assert torch.equal(value, expected), name
+    experts = whole.get_parameter("layers.1.moe.experts.w13")
+    assert len({tuple(e.flatten()[:8].tolist()) for e in experts}) == 6
+
+
+def test_initial_values_of_fp64_widen_those_of_fp32():
+    narrow, wide = (Transformer(_config(f"train.dtype={d}")) for d in ("bf16", "fp64"))
+    for model in (narrow, wide):
+        init_model(model, 2)
+    for (name, a), b in zip(narrow.named_parameters(), wide.parameters(), strict=True):
+        assert (a.dtype, b.dtype) == (torch.float32, torch.float64)
+        assert torch.equal(a.double(), b), name
+
+
+def test_initial_values_have_the_configured_spread():
+    values = torch.empty(3, 1 << 21)  # more than one block
+    normal(values, std=0.02, seed=0, name="x")
+    assert values.mean().abs() < 1e-4
+    assert values.std() == pytest.approx(0.02, rel=1e-3)
+    assert not torch.equal(values.view(-1)[: 1 << 21], values.view(-1)[1 << 22 :])
+
+
+# ---- packed rows
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("attention.q_lora_rank=7", "moe.scoring=softmax", "moe.normalize_gates=false"),
+        ("rope.scaling=yarn", "rope.factor=4.0", "rope.original_context=8", "train.z_loss=0.01", "moe.z_loss=0.01"),
+    ],
+    ids=["plain", "lora_softmax", "yarn_z"],
+)
+def test_packed_documents_equal_each_document_alone(overrides):
+    model = _model(*overrides)
+    documents = [_tokens(length, seed=length) for length in (7, 1, 12, 4)]
+    packed = _run(model, documents)
+    alone = [_run(model, [d]) for d in documents]
+    parameters = [*model.parameters()]
+
+    def total(outputs: Sequence[ModelOutput]) -> Tensor:
+        return torch.stack([o.loss_sum + o.aux_loss for o in outputs]).sum()
+
+    torch.testing.assert_close(packed.loss_sum, torch.stack([o.loss_sum for o in alone]).sum(), rtol=1e-11, atol=1e-10)
+    assert packed.num_targets == sum(len(d) - 1 for d in documents)
+    ours = torch.autograd.grad(total([packed]), parameters)
+    theirs = torch.autograd.grad(total(alone), parameters)
+    for (name, _), a, b in zip(model.named_parameters(), ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_rows_of_a_batch_do_not_mix():
+    model = _model()
+    a, b = _tokens(8, seed=1), _tokens(8, seed=2)
+    both = _run(model, [a, b], rows=2)
+    torch.testing.assert_close(both.loss_sum, _run(model, [a]).loss_sum + _run(model, [b]).loss_sum)
+
+
+def test_loss_is_that_of_the_logits():
+    model = _model()
+    document = _tokens(10)
+    output = _run(model, [document])
+    logits = model.logits(document.unsqueeze(0))[0]
+    torch.testing.assert_close(output.loss_sum, F.cross_entropy(logits[:-1], document[1:], reduction="sum"))
+    assert len(output.router_stats) == 2
+    assert [s.layer for s in output.router_stats] == [1, 2]
+    assert all(s.load_E.sum() == 20 for s in output.router_stats)
+
+
+def test_bf16_computes_in_bf16_and_keeps_wide_gradients():
+    model, exact = _model("train.dtype=bf16"), _model()
+    document = _tokens(40)
+    output, truth = _run(model, [document]), _run(exact, [document])
+    assert output.loss_sum.dtype == torch.float32
+    assert model.logits(document.unsqueeze(0)).dtype == torch.bfloat16
+    assert output.loss_sum.item() == pytest.approx(truth.loss_sum.item(), rel=0.05)
+    output.loss_sum.backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_step_is_bit_identical_from_run_to_run():
+    runs = []
+    for _ in range(2):
+        model = _model("train.dtype=fp32")
+        output = _run(model, [_tokens(64), _tokens(64, seed=1)])
+        (output.loss_sum + output.aux_loss).backward()
+        runs.append([output.loss_sum.detach(), *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+# ---- generation
+
+
+def test_generate_greedy_takes_the_likeliest():
+    model = _model()
+    prompt = _tokens(4).tolist()
+    new = generate(model, prompt, max_tokens=6)
+    tokens = list(prompt)
+    for token in new:
+        assert token == int(model.logits(torch.tensor([tokens]))[0, -1].argmax())
+        tokens.append(token)
+    assert len(new) == 6
+    assert generate(model, prompt, max_tokens=6, eos_id=new[2]) == new[: new.index(new[2]) + 1]
+    assert generate(model, prompt, max_tokens=0) == []
+
+
+def test_generate_repeats_with_its_seed():
+    model = _model()
+    draws = [generate(model, [1, 2], max_tokens=12, temperature=2.0, top_p=0.95, seed=s) for s in (7, 7, 8)]
+    assert draws[0] == draws[1] != draws[2]
+
+
+def test_choose_keeps_the_smallest_set_that_reaches_top_p():
+    logits = torch.tensor([0.1, 0.5, 0.15, 0.25]).log()
+    generator = torch.Generator().manual_seed(0)
+
+    def seen(top_p: float) -> set[int]:
+        return {choose(logits, temperature=1.0, top_p=top_p, generator=generator) for _ in range(300)}
+
+    assert seen(0.4) == {1}
+    assert seen(0.6) == {1, 3}
+    assert seen(0.8) == {1, 2, 3}
+    assert seen(1.0) == {0, 1, 2, 3}
