@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nmoe.ops import attention, cross_entropy, group, rms_norm, rope, route_topk, swiglu
+from nmoe.ops import attention, combine, cross_entropy, group, grouped_gemm, rms_norm, rope, route_topk, swiglu
 from nmoe.ops.cross_entropy import reference as cross_entropy_reference
 from nmoe.ops.route_topk import Routing
 
@@ -232,3 +232,35 @@ def test_group_of_no_rows():
     groups = group.kernels().group(torch.zeros(0, 3, dtype=torch.int32), torch.zeros(0, 3), num_experts=4, num_slots=0)
     assert groups.offset_X.tolist() == [0] * 5
     assert groups.slot_RK.shape == (0, 3)
+
+
+def test_combine_skips_absent_assignments_whatever_their_memory_holds():
+    y = torch.tensor([[1.0, 2.0], [10.0, 20.0], [float("nan"), float("nan")]])
+    slot = torch.tensor([[1, 0], [-1, 0], [-1, -1]], dtype=torch.int32)
+    gate = torch.tensor([[0.5, 2.0], [float("nan"), 3.0], [float("nan"), float("nan")]])
+    kernels = combine.kernels()
+    assert kernels.combine(y, slot, gate).tolist() == [[7.0, 14.0], [3.0, 6.0], [0.0, 0.0]]
+    assert kernels.combine(y, slot, None).tolist() == [[11.0, 22.0], [1.0, 2.0], [0.0, 0.0]]
+    value = torch.tensor([5.0, 6.0, float("nan")])
+    assert kernels.collect(value, slot).tolist() == [[6.0, 5.0], [0.0, 5.0], [0.0, 0.0]]
+    # absent slots read slot 0: NaN there must not leak either
+    assert kernels.combine(y.roll(1, 0), slot.clamp(max=-1), None).tolist() == [[0.0, 0.0]] * 3
+
+
+def test_grouped_products_ignore_the_tail():
+    torch.manual_seed(0)
+    expert = torch.tensor([[1, -1], [-1, -1], [0, 1]], dtype=torch.int32)
+    x, w13, w2 = torch.randn(3, 4), torch.randn(3, 10, 4), torch.randn(3, 4, 5)
+    kernels = grouped_gemm.kernels()
+    results = []
+    for slots in (3, 8):
+        g = group.kernels().group(expert, torch.rand(3, 2), num_experts=3, num_slots=slots)
+        preact, act = kernels.up(x, w13, g.index_S, g.offset_X)
+        preact[3:] = float("nan")
+        dw13 = torch.full_like(w13, float("nan"))
+        kernels.dw13(x, preact, g.index_S, g.offset_X, out_X2FD=dw13)
+        results.append((kernels.down(act, w2, g.offset_X)[:3], dw13.clone()))
+        kernels.dw13(x, preact, g.index_S, g.offset_X, out_X2FD=dw13, accumulate=True)
+        torch.testing.assert_close(dw13, 2 * results[-1][1])
+        assert (dw13[2] == 0).all()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
