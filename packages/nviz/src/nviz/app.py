@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dashboard's frame: navigation, the choice of runs, and an explanation where there is no run yet."""
+
+from pathlib import Path
+
+import streamlit as st
+
+from nmoe.formats import NmoeError
+from nviz import ui
+
+__all__ = ["PAGES", "main"]
+
+PAGES = {
+    "runs": ("Runs", ":material/list:"),
+    "curves": ("Curves", ":material/show_chart:"),
+    "router": ("Router", ":material/grid_on:"),
+}
+_PAGES_DIR = Path(__file__).parent / "pages"
+
+
+def main() -> None:
+    """Draws the page that the address names."""
+    st.set_page_config(page_title="nviz", page_icon=":material/monitoring:", layout="wide")
+    page = st.navigation(
+        [
+            st.Page(_PAGES_DIR / f"{name}.py", title=title, icon=icon, url_path=name, default=name == "runs")
+            for name, (title, icon) in PAGES.items()
+        ]
+    )
+    try:
+        known = ui.entries()
+    except NmoeError as error:
+        st.error(str(error), icon=":material/error:")
+        return
+    if not known:
+        _explain()
+        return
+    ui.choose_runs(known)
+    with ui.guard(page.title):
+        page.run()
+
+
+@st.fragment(run_every=ui.REFRESH_S)
+def _explain() -> None:
+    """What to do where there is no run; goes away by itself when one appears."""
+    if ui.entries():
+        st.rerun()
+    roots = ui.settings().runs
+    st.title("No run yet")
+    st.markdown(
+        "This dashboard shows the runs in "
+        + ", ".join(f"`{root}`" for root in roots)
+        + ", and there is none so far. Start one, and it appears here before its first step:"
+    )
+    st.code("uv run nmoe-train configs/quickstart.toml", language="bash")
+    st.markdown("If your runs lie elsewhere, name their folder:")
+    st.code("uv run streamlit run nviz -- --runs DIR", language="bash")

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs below the roots, by the key that stands in a URL.
+
+A key is looked up among the folders that were listed and never joined to a path, so no URL reaches another file:
+`..`, absolute paths and symbolic links that leave a root name no run.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from nmoe.formats.files import inside
+from nmoe.formats.metrics import STORE
+from nmoe.formats.runs import RunInfo, list_runs
+from nviz.settings import Settings
+from nviz.source import Store, store_at
+
+__all__ = ["Entry", "list_entries"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """A run that may be shown."""
+
+    key: str
+    """What a URL calls it: the folder's name, with the root's name before it if there are several roots."""
+    root: Path
+    info: RunInfo
+
+    @property
+    def live(self) -> bool:
+        """Whether somebody is writing it, as far as its heartbeat says."""
+        return self.info.status == "running"
+
+    def store(self) -> Store:
+        """The run's published metrics.
+
+        Raises:
+            DataError: if the store is a link that leaves the root.
+        """
+        return store_at(inside(self.root, f"{self.info.path.name}/{STORE}"))
+
+
+def list_entries(settings: Settings) -> dict[str, Entry]:
+    """Every run of every root by its key, newest first."""
+    names = _root_names(settings.runs)
+    entries = [
+        Entry(key=f"{name}/{info.name}" if name else info.name, root=root, info=info)
+        for root, name in zip(settings.runs, names, strict=True)
+        for info in list_runs(root)
+    ]
+    entries.sort(key=lambda entry: (entry.info.started_at or 0.0, entry.key), reverse=True)
+    return {entry.key: entry for entry in entries}
+
+
+def _root_names(roots: tuple[Path, ...]) -> list[str]:
+    """A short name for each root: nothing for a single one, else its last part, numbered where two are equal."""
+    if len(roots) == 1:
+        return [""]
+    names = [root.name or "root" for root in roots]
+    return [
+        name if names.count(name) == 1 else f"{name}.{names[: place + 1].count(name)}"
+        for place, name in enumerate(names)
+    ]

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures: arrays in, Plotly out. Values travel as float32, steps as int32, so a trace of 2,000 points is 16 kB."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import plotly.graph_objects as go
+
+from nviz.palette import BAD, MUTED, SEQUENTIAL, line_style
+
+__all__ = ["Curve", "compact", "curves", "heatmap", "smooth"]
+
+_MARGIN = {"l": 8, "r": 8, "t": 40, "b": 8}
+
+
+def compact(values: np.ndarray) -> np.ndarray:
+    """The smallest array that draws the same picture: int32 for integers, float32 for the rest, else float64."""
+    if values.dtype.kind in "iu":
+        return values.astype(np.int32) if not len(values) or values.max() < 2**31 else values.astype(np.float64)
+    with np.errstate(over="ignore"):
+        small = values.astype(np.float32)
+    return values if (np.isinf(small) & np.isfinite(values)).any() else small
+
+
+def smooth(values: np.ndarray, weights: np.ndarray, *, half_width: int) -> np.ndarray:
+    """Mean over a window, weighted by how many values each entry stands for.
+
+    Args:
+        values: float64 [N], means of buckets.
+        weights: float64 [N], values in each bucket.
+        half_width: entries to each side.
+
+    Returns:
+        float64 [N].
+    """
+    sums = np.concatenate([[0.0], np.cumsum(values * weights)])
+    counts = np.concatenate([[0.0], np.cumsum(weights)])
+    place = np.arange(len(values))
+    low, high = np.maximum(place - half_width, 0), np.minimum(place + half_width + 1, len(values))
+    return (sums[high] - sums[low]) / (counts[high] - counts[low])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curve:
+    """One run's line in a chart.
+
+    Attributes:
+        label: name in the legend.
+        number: place of the run in the selection; decides colour and dash.
+        x, y: float64 or int64 [N], the points with the extremes.
+        smooth_x, smooth_y: [M], the smoothed line; empty: none.
+        broken_x: [B], where the value is NaN or infinite.
+    """
+
+    label: str
+    number: int
+    x: np.ndarray
+    y: np.ndarray
+    smooth_x: np.ndarray
+    smooth_y: np.ndarray
+    broken_x: np.ndarray
+
+
+def _layout(figure: go.Figure, *, title: str, x_title: str, y_title: str, height: int, view: str) -> None:
+    figure.update_layout(
+        title={"text": title, "font": {"size": 15}},
+        height=height,
+        margin=_MARGIN,
+        xaxis={"title": x_title},
+        yaxis={"title": y_title},
+        legend={"orientation": "h", "yanchor": "top", "y": -0.22, "x": 0},
+        hovermode="closest",
+        uirevision=view,
+    )
+
+
+def curves(
+    lines: Sequence[Curve],
+    *,
+    title: str,
+    x_title: str,
+    y_title: str,
+    log_x: bool = False,
+    log_y: bool = False,
+    dates: bool = False,
+    view: str = "",
+    height: int = 340,
+) -> go.Figure:
+    """Several runs' lines of one metric.
+
+    Args:
+        lines: the lines.
+        title, x_title, y_title: names with their units.
+        log_x, log_y: logarithmic axes.
+        dates: x is Unix milliseconds.
+        view: the reader's zoom is kept as long as this stays equal.
+        height: pixels.
+    """
+    figure = go.Figure()
+    for line in lines:
+        style = line_style(line.number)
+        smoothed = len(line.smooth_x) > 0
+        figure.add_scatter(
+            x=_axis(line.x, dates=dates),
+            y=compact(line.y),
+            name=line.label,
+            mode="lines" if len(line.x) > 1 else "markers",
+            line={**style, "width": 1.0 if smoothed else 1.6},
+            opacity=0.35 if smoothed else 1.0,
+            legendgroup=line.label,
+            showlegend=not smoothed,
+            hovertemplate=f"%{{y:.6g}} at %{{x}}<extra>{line.label}</extra>",
+        )
+        if smoothed:
+            figure.add_scatter(
+                x=_axis(line.smooth_x, dates=dates),
+                y=compact(line.smooth_y),
+                name=line.label,
+                mode="lines",
+                line={**style, "width": 2.2},
+                legendgroup=line.label,
+                hovertemplate=f"mean %{{y:.6g}} at %{{x}}<extra>{line.label}</extra>",
+            )
+        if len(line.broken_x):
+            floor = float(line.y.min()) if len(line.y) else 1.0
+            figure.add_scatter(
+                x=_axis(line.broken_x, dates=dates),
+                y=np.full(len(line.broken_x), floor, np.float32),
+                name=f"{line.label}: NaN or Inf",
+                mode="markers",
+                marker={"symbol": "x", "size": 8, "color": BAD},
+                hovertemplate=f"not finite at %{{x}}<extra>{line.label}</extra>",
+            )
+    _layout(figure, title=title, x_title=x_title, y_title=y_title, height=height, view=view)
+    figure.update_xaxes(type="date" if dates else "log" if log_x else "linear")
+    figure.update_yaxes(type="log" if log_y else "linear")
+    return figure
+
+
+def _axis(values: np.ndarray, *, dates: bool) -> np.ndarray:
+    # Milliseconds of today do not fit float32.
+    return values.astype(np.float64) if dates else compact(values)
+
+
+def heatmap(
+    picture: np.ndarray,
+    *,
+    title: str,
+    x_title: str,
+    y_title: str,
+    value_title: str,
+    x: np.ndarray | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    mark_zero: bool = False,
+    view: str = "",
+    height: int = 460,
+) -> go.Figure:
+    """A picture with one row for each layer (or expert, or rank).
+
+    Args:
+        picture: float64 [rows, columns], NaN where there is no value.
+        title, x_title, y_title, value_title: names with their units.
+        x: [columns], position of each column; None: 0, 1, ...
+        low, high: ends of the colour scale; None: of the values.
+        mark_zero: put a cross on every zero.
+        view: the reader's zoom is kept as long as this stays equal.
+        height: pixels.
+    """
+    columns = np.arange(picture.shape[1]) if x is None else x
+    figure = go.Figure(
+        go.Heatmap(
+            z=compact(picture),
+            x=compact(columns),
+            colorscale=SEQUENTIAL,
+            zmin=low,
+            zmax=high,
+            colorbar={"title": {"text": value_title, "side": "right"}, "thickness": 12},
+            hovertemplate=f"{y_title} %{{y}}, {x_title} %{{x}}: %{{z:.4g}}<extra></extra>",
+        )
+    )
+    if mark_zero:
+        rows, places = np.nonzero(picture == 0)
+        if len(rows):
+            figure.add_scatter(
+                x=compact(columns[places]),
+                y=compact(rows),
+                mode="markers",
+                marker={"symbol": "x-thin", "size": 6, "line": {"width": 1.5, "color": BAD}},
+                name="received nothing",
+                hoverinfo="skip",
+            )
+    _layout(figure, title=title, x_title=x_title, y_title=y_title, height=height, view=view)
+    figure.update_yaxes(autorange="reversed", gridcolor=MUTED, showgrid=False, zeroline=False)
+    figure.update_xaxes(showgrid=False, zeroline=False)
+    return figure

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any metric of any chosen run against step, time, tokens or another metric."""
+
+from typing import Any
+
+import streamlit as st
+
+from nviz import charts, queries, series, ui
+from nviz.catalog import Entry
+from nviz.queries import Line, Measure
+
+DEFAULT = ("train/loss", "val/loss", "speed/tokens_per_second", "train/grad_norm")
+
+
+def _measures(chosen: list[Entry]) -> dict[str, Measure]:
+    """Metrics that any of the runs has; a run that cannot be read says so and is left out."""
+    found: dict[str, Measure] = {}
+    for entry in chosen:
+        with ui.guard(entry.key):
+            found |= entry.store().read("measures", queries.measures)
+    return dict(sorted(found.items()))
+
+
+def _controls(known: dict[str, Measure]) -> tuple[list[Measure], series.View, dict[str, Any]]:
+    names = st.multiselect(
+        "Metrics",
+        list(known),
+        default=[name for name in DEFAULT if name in known],
+        format_func=lambda name: known[name].label if name in known else name,
+        key="metric",
+        bind="query-params",
+        persist_state="session",
+        placeholder="Any metric that the runs have written",
+    )
+    chosen = [known[name] for name in names if name in known]
+    scalars = [name for name, measure in known.items() if measure.scalar]
+    left, middle, right, far = st.columns([2, 2, 1, 1], vertical_alignment="bottom")
+    with left:
+        x = st.selectbox("Against", [*series.AXES, *scalars], key="x", bind="query-params", persist_state="session")
+    with middle:
+        window = st.slider(
+            "Smoothing (% of the range)", 0, 20, 0, key="smooth", bind="query-params", persist_state="session"
+        )
+    with right:
+        log_x = st.toggle("log x", key="logx", bind="query-params", persist_state="session")
+    with far:
+        log_y = st.toggle("log y", key="logy", bind="query-params", persist_state="session")
+    first, last = _range(known)
+    view = series.View(x=x or "step", first=first, last=last, window=window / 100)
+    return chosen, view, {"log_x": log_x, "log_y": log_y}
+
+
+def _range(known: dict[str, Measure]) -> tuple[int | None, int | None]:
+    """Range of steps; every point in it is asked for anew, so a narrow one shows full detail."""
+    left, middle, right = st.columns([2, 2, 2], vertical_alignment="bottom")
+    with left:
+        first = st.number_input(
+            "From step",
+            min_value=0,
+            value=None,
+            step=1,
+            key="from",
+            bind="query-params",
+            persist_state="session",
+            placeholder="first",
+        )
+    with middle:
+        last = st.number_input(
+            "To step",
+            min_value=0,
+            value=None,
+            step=1,
+            key="to",
+            bind="query-params",
+            persist_state="session",
+            placeholder="last",
+        )
+    with right:
+        st.button("Whole range", on_click=_reset, icon=":material/zoom_out_map:", disabled=first is last is None)
+    return first, last
+
+
+def _reset() -> None:
+    st.session_state["from"] = st.session_state["to"] = None
+
+
+def _index(measure: Measure) -> Line:
+    """The line of a metric with axes: asks which layer, expert or rank."""
+    axes = {"layer": measure.layers, "expert": measure.experts, "rank": measure.ranks}
+    chosen: dict[str, int] = {}
+    with st.container(horizontal=True):
+        for axis, size in axes.items():
+            if size:
+                chosen[axis] = st.number_input(
+                    f"{measure.name}: {axis}",
+                    min_value=0,
+                    max_value=max(size - 1, 1),
+                    key=f"{axis}:{measure.name}",
+                    bind="query-params",
+                    persist_state="session",
+                )
+    return Line(name=measure.name, **chosen)
+
+
+def _draw(lines: list[Line], known: dict[str, Measure], view: series.View, logs: dict[str, Any]) -> None:
+    """The charts, two a row; every refresh asks only stores that were published anew."""
+    chosen = ui.runs_in_view()
+    units = {name: measure.unit for name, measure in known.items()}
+    with st.container(horizontal=True):
+        for entry in chosen:
+            with ui.guard(entry.key):
+                ui.freshness(entry)
+    columns = st.columns(2) if len(lines) > 1 else [st.container()]
+    for place, line in enumerate(lines):
+        with columns[place % len(columns)], ui.guard(line.name):
+            _one(line, known[line.name], chosen, view, units, logs, tall=len(lines) == 1)
+
+
+def _one(
+    line: Line,
+    measure: Measure,
+    chosen: list[Entry],
+    view: series.View,
+    units: dict[str, str],
+    logs: dict[str, Any],
+    *,
+    tall: bool,
+) -> None:
+    drawn = []
+    for number, entry in enumerate(chosen):
+        with ui.guard(f"{entry.key}: {line.name}"):
+            drawn.append(series.curve(entry, line, view, number=number, label=entry.key))
+    indices = ", ".join(
+        f"{axis} {index}" for axis in ("layer", "expert", "rank") if (index := getattr(line, axis)) is not None
+    )
+    title = f"{line.name}, {indices}" if indices else line.name
+    figure = charts.curves(
+        drawn,
+        title=title,
+        x_title=series.axis_title(view.x, units),
+        y_title=measure.unit if measure.unit != "1" else "",
+        dates=view.x == "clock",
+        view=f"{view}",
+        height=560 if tall else 340,
+        **logs,
+    )
+    ui.chart(figure, key=f"curve-{title}", alt=f"{title} against {view.x} of {len(drawn)} runs. {measure.meaning}")
+
+
+def main() -> None:
+    """The page."""
+    st.title("Curves")
+    chosen = ui.runs_in_view()
+    if not chosen:
+        st.info("Choose runs in the sidebar.", icon=":material/arrow_back:")
+        return
+    known = _measures(chosen)
+    if not known:
+        st.info("None of the chosen runs has written a value yet.", icon=":material/hourglass_empty:")
+        st.fragment(_wait, run_every=ui.refreshed(chosen))()
+        return
+    wanted, view, logs = _controls(known)
+    lines = [Line(name=measure.name) if measure.scalar else _index(measure) for measure in wanted]
+    st.fragment(_draw, run_every=ui.refreshed(chosen))(lines, known, view, logs)
+
+
+def _wait() -> None:
+    """Draws the page anew as soon as there is something to draw."""
+    if _measures(ui.runs_in_view()):
+        st.rerun()
+
+
+if __name__ == "__main__":
+    main()

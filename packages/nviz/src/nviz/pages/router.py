@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Router health: who receives the tokens, layer by layer, expert by expert, and whether it stays that way."""
+
+import numpy as np
+import streamlit as st
+
+from nviz import charts, queries, ui
+from nviz.catalog import Entry
+from nviz.queries import Measure
+
+LOAD = "router/load"
+
+
+def _heatmap(key: str, name: str, relative: bool) -> None:
+    """The layer x expert picture at the chosen step: the newest unless the slider was moved."""
+    entry = ui.entries()[key]
+    store = entry.store()
+    steps = store.read(("steps", name), lambda connection: queries.steps_of(connection, name))
+    if not len(steps):
+        st.info(f"{name} has no values yet.", icon=":material/hourglass_empty:")
+        return
+    at = st.session_state.get("at")
+    step = int(steps[-1]) if at is None else int(steps[max(0, int(np.searchsorted(steps, at, side="right")) - 1)])
+    picture = store.read(("grid", name, step), lambda connection: queries.grid(connection, name, step))
+    ui.freshness(entry, step=step)
+    experts = picture.shape[1]
+    shown = picture * experts if relative else picture
+    title = f"{name} at step {step:,}: {picture.shape[0]} layers x {experts} experts"
+    figure = charts.heatmap(
+        shown,
+        title=title,
+        x_title="expert",
+        y_title="layer",
+        value_title="load over an even share" if relative else name,
+        low=0.0 if name == LOAD else None,
+        high=max(2.0, float(np.nanquantile(shown, 0.995))) if relative and shown.size else None,
+        mark_zero=name == LOAD,
+        view=f"{key} {name}",
+    )
+    ui.chart(figure, key="router-grid", alt=title)
+    if name == LOAD and picture.size:
+        _facts(picture)
+
+
+def _facts(picture: np.ndarray) -> None:
+    """The figures that tell a healthy router from a collapsed one, over all layers that have one."""
+    routed = picture[np.isfinite(picture).any(axis=1)]
+    over = np.nanmax(routed, axis=1) / np.nanmean(routed, axis=1)
+    layers = np.flatnonzero(np.isfinite(picture).any(axis=1))
+    with st.container(horizontal=True):
+        st.metric(
+            "Fullest expert over the mean", f"{over.max():.2f}", help=f"In layer {layers[over.argmax()]}.", border=True
+        )
+        st.metric(
+            "Experts that received nothing",
+            f"{int((routed == 0).sum()):,} of {np.isfinite(routed).sum():,}",
+            border=True,
+        )
+        share = np.where(routed > 0, routed, 1.0)
+        entropy = -(np.nan_to_num(routed) * np.log(np.nan_to_num(share, nan=1.0))).sum(axis=1) / np.log(routed.shape[1])
+        st.metric("Lowest entropy of a layer", f"{entropy.min():.3f}", help="1 is an even load.", border=True)
+
+
+def _slider(entry: Entry, name: str) -> None:
+    """Which step is shown; at the right end the newest, and it moves on with the run."""
+    steps = entry.store().read(("steps", name), lambda connection: queries.steps_of(connection, name))
+    if len(steps) < 2:
+        return
+    left, right = st.columns([5, 1], vertical_alignment="bottom")
+    with right:
+        newest = st.toggle("Newest", value=True, key="newest", bind="query-params", persist_state="session")
+    with left:
+        low, high = int(steps[0]), int(steps[-1])
+        width = int(np.gcd.reduce(np.diff(steps))) or 1
+        at = st.slider(
+            "Step",
+            low,
+            high,
+            high,
+            step=width,
+            key="step",
+            disabled=newest,
+            bind="query-params",
+            persist_state="session",
+        )
+    st.session_state["at"] = None if newest else at
+
+
+def _grids(measures: dict[str, Measure]) -> list[str]:
+    return [name for name, measure in measures.items() if measure.layers and measure.experts]
+
+
+def main() -> None:
+    """The page."""
+    st.title("Router")
+    entry = ui.focus(ui.runs_in_view())
+    if entry is None:
+        return
+    every = ui.refreshed([entry])
+    measures = entry.store().read("measures", queries.measures)
+    names = _grids(measures)
+    if not names:
+        st.info("This run has written no value by layer and expert yet.", icon=":material/hourglass_empty:")
+        return
+    left, right = st.columns([3, 1], vertical_alignment="bottom")
+    with left:
+        name = st.selectbox(
+            "Metric",
+            names,
+            index=names.index(LOAD) if LOAD in names else 0,
+            key="grid",
+            bind="query-params",
+            format_func=lambda name: measures[name].label if name in measures else name,
+        )
+    with right:
+        relative = st.toggle(
+            "Over an even share",
+            value=True,
+            key="relative",
+            bind="query-params",
+            persist_state="session",
+            help="1 is an even load: every expert receives the same share of its layer's assignments.",
+        )
+    name = name or names[0]
+    _slider(entry, name)
+    st.fragment(_heatmap, run_every=every)(entry.key, name, relative and measures[name].unit == "fraction")
+
+
+if __name__ == "__main__":
+    main()

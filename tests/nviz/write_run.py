@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs as a trainer leaves them, made in a second: real records and real stores, invented values.
+
+As a script it is a trainer that only logs: `write_run.py ROOT NAME --steps N --rate R` writes R steps a second.
+"""
+
+import argparse
+import math
+import time
+from pathlib import Path
+
+import duckdb
+import numpy as np
+
+from nmoe.formats.metrics import STORE, MetricWriter
+from nmoe.formats.runs import RUN_FILE, RunRecord
+
+CONFIG = {
+    "run": {"name": "demo", "seed": 0},
+    "model": {"num_layers": 6, "hidden_size": 256},
+    "moe": {"num_experts": 16, "top_k": 2},
+    "data": {"train": ["data/demo"], "seq_len": 128},
+    "train": {"steps": 400, "batch_size": 4},
+}
+BATCH_TOKENS = 4 * 128
+
+
+class Values:
+    """Invented but plausible values, a function of the seed and the step."""
+
+    def __init__(self, *, seed: int = 0, layers: int = 6, experts: int = 16, ranks: int = 2, spike: int | None = None):
+        self.random = np.random.default_rng(seed)
+        self.layers, self.experts, self.ranks, self.spike = layers, experts, ranks, spike
+        self.taste = self.random.normal(0, 0.35, (layers, experts))
+        self.speed = 11_000 + 400 * seed
+
+    def scalars(self, step: int) -> dict[str, float]:
+        noise = self.random.normal
+        hit = self.spike is not None and 0 <= step - self.spike < 4
+        loss = 1.2 + 4.2 * math.exp(-step / 90) + 0.4 * math.exp(-step / 600) + noise(0, 0.03) + 2.4 * hit
+        step_time = BATCH_TOKENS / self.speed * (1 + abs(noise(0, 0.06)))
+        return {
+            "train/loss": loss,
+            "train/grad_norm": abs(0.6 + 2 * math.exp(-step / 60) + noise(0, 0.05) + 6 * hit),
+            "train/learning_rate": 3e-4 * min(1.0, (step + 1) / 40),
+            "train/tokens": float((step + 1) * BATCH_TOKENS),
+            "speed/step_time": step_time,
+            "speed/forward_time": 0.31 * step_time,
+            "speed/backward_time": 0.55 * step_time,
+            "speed/optimizer_time": 0.08 * step_time,
+            "speed/data_wait": 0.02 * step_time,
+            "speed/tokens_per_second": BATCH_TOKENS / step_time,
+            "speed/mfu": 0.38 * self.speed / 12_000 + noise(0, 0.005),
+            "memory/gpu_peak": 61.5e9,
+            "memory/host_rss": 9.1e9 + 1e6 * step,
+            "gpu/utilisation": min(1.0, 0.96 + noise(0, 0.01)),
+            "gpu/power": 640 + noise(0, 15),
+            "gpu/temperature": 58 + noise(0, 1),
+            "router/overload": 1.15 + abs(noise(0, 0.03)),
+        }
+
+    def load(self, step: int) -> np.ndarray:
+        logits = self.taste * math.exp(-step / 300) + self.random.normal(0, 0.08, self.taste.shape)
+        logits[-1, 3] -= 40 * (step > 250)  # one expert dies
+        shares = np.exp(logits)
+        shares[shares < 1e-6] = 0
+        return shares / shares.sum(axis=1, keepdims=True)
+
+    def log(self, writer: MetricWriter, step: int, *, router_every: int = 10) -> None:
+        scalars = self.scalars(step)
+        writer.log(step, scalars)
+        ranks = scalars["speed/step_time"] * (1 + np.abs(self.random.normal(0, 0.02, self.ranks)))
+        writer.log_array(step, "speed/rank_step_time", ranks, axes=("rank",))
+        if step % 50 == 49:
+            writer.log(step, {"val/loss": scalars["train/loss"] + 0.05, "val/loss_per_byte": scalars["train/loss"] / 4})
+        if step % router_every == 0:
+            load = self.load(step)
+            over = load * self.experts
+            entropy = -(load * np.log(np.where(load > 0, load, 1))).sum(1) / math.log(self.experts)
+            writer.log_array(step, "router/load", load, axes=("layer", "expert"))
+            writer.log_array(step, "router/max_over_mean", over.max(1), axes=("layer",))
+            writer.log_array(step, "router/dead_experts", (load == 0).sum(1).astype(float), axes=("layer",))
+            writer.log_array(step, "router/entropy", entropy, axes=("layer",))
+            writer.log_array(step, "router/bias_range", 0.02 + 0.001 * step * np.arange(self.layers), axes=("layer",))
+
+
+def make_run(
+    root: Path,
+    name: str,
+    *,
+    steps: int = 400,
+    status: str = "finished",
+    error: str | None = None,
+    values: Values | None = None,
+    extra: dict[int, dict[str, float]] | None = None,
+    batches: dict[int, list[tuple[str, int, int]]] | None = None,
+    config: dict | None = None,
+    seconds_a_step: float = 0.5,
+    silent_for: float = 0.0,
+) -> Path:
+    """A whole run.
+
+    Args:
+        root: folder of runs.
+        name: the run's folder.
+        steps: steps written; 0: a store without rows.
+        status: "running", "stale", or as `RunRecord.finish` takes it.
+        error: last error of a failed run.
+        values: source of the values.
+        extra: scalars by step that replace the invented ones.
+        batches: spans by step.
+        config: sections that replace those of `CONFIG`.
+        seconds_a_step: pace that the times pretend.
+        silent_for: seconds since the last heartbeat.
+    """
+    run = root / name
+    run.mkdir(parents=True)
+    values = values or Values()
+    record = RunRecord(run)
+    record.start(id=name, config={**CONFIG, **(config or {})}, steps=max(steps, 400))
+    with MetricWriter(run, publish_s=3600) as writer:
+        for step in range(steps):
+            values.log(writer, step)
+            if extra and step in extra:
+                writer.log(step, extra[step])
+            if batches and step in batches:
+                writer.log_batches(step, batches[step])
+    end = time.time() - silent_for
+    began = end - steps * seconds_a_step
+    with duckdb.connect(str(run / STORE)) as store:
+        for step in extra or {}:
+            for metric, value in extra[step].items():
+                store.execute(
+                    "DELETE FROM metrics WHERE step = ? AND name = ? AND value IS DISTINCT FROM ?", [step, metric, value]
+                )
+        store.execute("UPDATE metrics SET time = ? + step * ?", [began, seconds_a_step])
+    if status not in ("running", "stale"):
+        record.finish(status, step=steps, error=error)  # type: ignore[arg-type]
+    else:
+        record.heartbeat(steps)
+    _backdate(run / RUN_FILE, began, end - (3600 if status == "stale" else 0), steps)
+    return run
+
+
+def _backdate(path: Path, began: float, end: float, steps: int) -> None:
+    import json
+
+    facts = json.loads(path.read_text())
+    facts |= {"started_at": began, "heartbeat_at": end, "step": steps, "git": {"commit": "0" * 40, "dirty": False}}
+    if facts["finished_at"] is not None:
+        facts["finished_at"] = end
+    path.write_text(json.dumps(facts))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("root", type=Path)
+    parser.add_argument("name")
+    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--rate", type=float, default=20.0)
+    parser.add_argument("--publish-s", type=float, default=1.0)
+    arguments = parser.parse_args()
+    run = arguments.root / arguments.name
+    run.mkdir(parents=True)
+    record = RunRecord(run, heartbeat_s=1.0)
+    record.start(id=arguments.name, config=CONFIG, steps=arguments.steps)
+    values = Values()
+    with MetricWriter(run, publish_s=arguments.publish_s) as writer:
+        for step in range(arguments.steps):
+            values.log(writer, step)
+            record.heartbeat(step)
+            time.sleep(1 / arguments.rate)
+    record.finish("finished", step=arguments.steps)
+
+
+if __name__ == "__main__":
+    main()
