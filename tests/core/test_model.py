@@ -12,10 +12,11 @@ from torch import Tensor
 
 from nmoe.comm.local import Local
 from nmoe.config import Config, load_config, parse_config
+from nmoe.model.attention import Cache
 from nmoe.model.generate import choose, generate
 from nmoe.model.init import init_model, normal
 from nmoe.model.params import count_parameters, parameter_shapes
-from nmoe.model.transformer import IGNORED, ModelOutput, Transformer
+from nmoe.model.transformer import IGNORED, Block, ModelOutput, Transformer
 
 TINY = """
 [model]
@@ -50,6 +51,17 @@ warmup_steps = 0
 [checkpoint]
 every = 1
 """
+
+GQA = (
+    "attention.kind=gqa",
+    "attention.num_heads=4",
+    "attention.num_kv_heads=2",
+    "attention.kv_lora_rank=0",
+    "attention.qk_nope_head_dim=0",
+    "attention.qk_rope_head_dim=6",
+    "attention.qk_norm=true",
+)
+WINDOW = ("model.num_layers=5", "attention.window=4", "attention.global_every=3")
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +114,11 @@ def _run(model: Transformer, documents: Sequence[Tensor], *, rows: int = 1) -> M
 def test_parameter_counts_match_the_published_models(name, total, active):
     counted = count_parameters(load_config(f"configs/{name}.toml"))
     assert counted == (pytest.approx(total, rel=0.005), pytest.approx(active, rel=0.005))
+
+
+def test_parameter_shapes_of_grouped_queries_match_the_module():
+    model = _model(*GQA)
+    assert {n: tuple(p.shape) for n, p in model.named_parameters()} == parameter_shapes(model.config)
 
 
 @pytest.mark.parametrize("name", ["moonlet", "dsv2", "dsv3", "quickstart"])
@@ -198,8 +215,10 @@ def test_initial_values_have_the_configured_spread():
         (),
         ("attention.q_lora_rank=7", "moe.scoring=softmax", "moe.normalize_gates=false"),
         ("rope.scaling=yarn", "rope.factor=4.0", "rope.original_context=8", "train.z_loss=0.01", "moe.z_loss=0.01"),
+        GQA,
+        WINDOW,
     ],
-    ids=["plain", "lora_softmax", "yarn_z"],
+    ids=["plain", "lora_softmax", "yarn_z", "gqa", "window"],
 )
 def test_packed_documents_equal_each_document_alone(overrides):
     model = _model(*overrides)
@@ -272,6 +291,50 @@ def test_generate_greedy_takes_the_likeliest():
     assert len(new) == 6
     assert generate(model, prompt, max_tokens=6, eos_id=new[2]) == new[: new.index(new[2]) + 1]
     assert generate(model, prompt, max_tokens=0) == []
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "fp32"])
+@pytest.mark.parametrize(
+    "overrides",
+    [(), ("attention.q_lora_rank=7", "rope.scaling=yarn", "rope.factor=4.0", "rope.original_context=8"), GQA, WINDOW],
+    ids=["mla", "lora_yarn", "gqa", "window"],
+)
+def test_generation_with_cache_equals_generation_without(overrides, dtype):
+    model = _model(*overrides, f"train.dtype={dtype}")
+    prompt = _tokens(5).tolist()
+    tokens = list(prompt)
+    for _ in range(16):
+        tokens.append(int(model.logits(torch.tensor([tokens]))[0, -1].argmax()))
+    assert generate(model, prompt, max_tokens=16) == tokens[5:]
+    # and the logits behind the choice, the prompt fed in two parts
+    caches = [Cache() for _ in model.layers]
+    model.extend(torch.tensor([tokens[:3]]), caches, past=0)
+    cached = model.extend(torch.tensor([tokens[3:]]), caches, past=3)
+    tolerance = 1e-9 if dtype == "fp64" else 1e-3
+    torch.testing.assert_close(cached, model.logits(torch.tensor([tokens]))[:, -1], rtol=tolerance, atol=tolerance)
+
+
+def test_mla_cache_keeps_latents_only():
+    model = _model()
+    caches = [Cache() for _ in model.layers]
+    model.extend(_tokens(2, 7), caches, past=0)
+    assert [tuple(t.shape) for t in caches[0].kept] == [(2, 7, 10), (2, 7, 4)]
+
+
+def test_window_layers_see_their_window_and_the_last_layer_all():
+    model = _model(*WINDOW)
+    assert [layer.attn.window for layer in model.layers if isinstance(layer, Block)] == [4, 4, 0, 4, 0]
+    local = _model("model.num_layers=1", "model.num_dense_layers=1", "attention.window=3")
+    assert [layer.attn.window for layer in local.layers if isinstance(layer, Block)] == [0]
+    # one local layer below the global one, which is made blind: what lies 3 back cannot matter to the last token
+    model = _model("model.num_layers=2", "model.num_dense_layers=2", "attention.window=3")
+    with torch.no_grad():
+        model.get_parameter("layers.1.attn.wo").zero_()
+    tokens = _tokens(1, 8)
+    changed = tokens.clone()
+    changed[0, 4] = (tokens[0, 4] + 1) % 61
+    assert torch.equal(model.logits(tokens)[0, 7], model.logits(changed)[0, 7])
+    assert not torch.equal(model.logits(tokens)[0, 6], model.logits(changed)[0, 6])
 
 
 def test_generate_repeats_with_its_seed():

@@ -42,6 +42,7 @@ def _model_violations(config: Config) -> Iterator[str]:
     model, attention, rope = config.model, config.attention, config.rope
     if model.num_dense_layers > model.num_layers:
         yield f"model.num_dense_layers = {model.num_dense_layers} exceeds model.num_layers = {model.num_layers}"
+    yield from _attention_violations(config)
     if attention.qk_rope_head_dim % 2:
         yield f"attention.qk_rope_head_dim = {attention.qk_rope_head_dim} is odd; rotary positions turn pairs"
     if rope.scaling == "none" and (rope.factor != 1.0 or rope.original_context):
@@ -50,6 +51,25 @@ def _model_violations(config: Config) -> Iterator[str]:
         yield 'rope.scaling = "yarn" needs rope.factor > 1 and rope.original_context >= 1'
     if rope.beta_slow >= rope.beta_fast:
         yield f"rope.beta_slow = {rope.beta_slow} is not below rope.beta_fast = {rope.beta_fast}"
+
+
+def _attention_violations(config: Config) -> Iterator[str]:
+    attention = config.attention
+    if attention.kind == "mla":
+        if not attention.kv_lora_rank:
+            yield 'attention.kind = "mla" needs attention.kv_lora_rank >= 1'
+        if attention.num_kv_heads or attention.qk_norm:
+            yield 'attention.num_kv_heads and attention.qk_norm have no effect with attention.kind = "mla"'
+    else:
+        if attention.kv_lora_rank or attention.q_lora_rank:
+            yield 'attention.kv_lora_rank and attention.q_lora_rank have no effect with attention.kind = "gqa"'
+        if not attention.num_kv_heads or attention.num_heads % attention.num_kv_heads:
+            yield (
+                f"attention.num_kv_heads = {attention.num_kv_heads} does not divide "
+                f"attention.num_heads = {attention.num_heads}"
+            )
+    if attention.global_every and not attention.window:
+        yield "attention.global_every has no effect without attention.window"
 
 
 def _moe_violations(config: Config) -> Iterator[str]:

@@ -96,20 +96,31 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attention:
-    """Multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434 section 2.1)."""
+    """Multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434 section 2.1) or grouped queries (GQA)."""
 
     num_heads: Positive
     """Query heads."""
-    kv_lora_rank: Positive
-    """Width of the latent from which keys and values are made, in features."""
-    qk_nope_head_dim: Positive
-    """Part of a query or key head without rotary position, in features."""
     qk_rope_head_dim: Annotated[int, Bound(ge=2)]
     """Part of a query or key head that is rotated, in features; even."""
     v_head_dim: Positive
     """Width of a value head, in features."""
+    kind: Literal["mla", "gqa"] = "mla"
+    """Where keys and values come from: one latent vector for all heads (mla), or a projection per key/value head (gqa)."""
+    kv_lora_rank: Natural = 0
+    """mla: width of the latent from which keys and values are made, in features."""
     q_lora_rank: Natural = 0
-    """Width of the latent from which queries are made, in features; 0: queries come straight from the input."""
+    """mla: width of the latent from which queries are made, in features; 0: queries come straight from the input."""
+    qk_nope_head_dim: Natural = 0
+    """Part of a query or key head without rotary position, in features."""
+    num_kv_heads: Natural = 0
+    """gqa: key/value heads; divides `num_heads`."""
+    qk_norm: bool = False
+    """gqa: RMSNorm on every query and key head before the rotation."""
+    window: Natural = 0
+    """Tokens that a query of a local layer sees, itself included; 0: every layer is global."""
+    global_every: Natural = 0
+    """With `window`: every how manieth layer is global (4: three local, one global); 0: the last layer alone. The last
+    layer always is."""
 
     @property
     def qk_head_dim(self) -> int:

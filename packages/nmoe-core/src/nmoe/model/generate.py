@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Continuations of a prompt, for looking at a model; not for serving."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from nmoe.model.attention import Cache
 from nmoe.model.transformer import Transformer
 
-__all__ = ["choose", "generate"]
+__all__ = ["choose", "generate", "stream"]
 
 
 def choose(logits_V: Tensor, *, temperature: float, top_p: float, generator: torch.Generator) -> int:
@@ -30,6 +31,39 @@ def choose(logits_V: Tensor, *, temperature: float, top_p: float, generator: tor
 
 
 @torch.inference_mode()
+def stream(
+    model: Transformer,
+    ids: Sequence[int],
+    *,
+    max_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    eos_id: int | None = None,
+) -> Iterator[int]:
+    """Continue a prompt, giving each new token as it is drawn.
+
+    Args:
+        model: Any; left as it is.
+        ids: Prompt, at least one token.
+        max_tokens: Most new tokens.
+        temperature: See `choose`.
+        top_p: See `choose`.
+        seed: Of the draws.
+        eos_id: Stop after this token; None never stops early.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    caches = [Cache() for _ in model.layers]
+    fed, past = list(ids), 0
+    for _ in range(max_tokens):
+        logits = model.extend(torch.tensor([fed], device=model.embed.device), caches, past=past)
+        past += len(fed)
+        fed = [choose(logits[0], temperature=temperature, top_p=top_p, generator=generator)]
+        yield fed[0]
+        if fed[0] == eos_id:
+            break
+
+
 def generate(
     model: Transformer,
     ids: Sequence[int],
@@ -40,26 +74,7 @@ def generate(
     seed: int = 0,
     eos_id: int | None = None,
 ) -> list[int]:
-    """Continue a prompt.
-
-    Args:
-        model: Any; left as it is.
-        ids: Prompt, at least one token.
-        max_tokens: Most new tokens.
-        temperature: See `choose`.
-        top_p: See `choose`.
-        seed: Of the draws.
-        eos_id: Stop after this token; None never stops early.
-
-    Returns:
-        The new tokens, without the prompt.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    device = model.embed.device
-    tokens = list(ids)
-    while len(tokens) < len(ids) + max_tokens:
-        logits = model.logits(torch.tensor([tokens], device=device))
-        tokens.append(choose(logits[0, -1], temperature=temperature, top_p=top_p, generator=generator))
-        if tokens[-1] == eos_id:
-            break
-    return tokens[len(ids) :]
+    """The new tokens of `stream` as a list, without the prompt."""
+    return list(
+        stream(model, ids, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, eos_id=eos_id)
+    )

@@ -14,6 +14,15 @@ __all__ = ["count_parameters", "parameter_shapes"]
 
 def _attention(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
     a, D = config.attention, config.model.hidden_size
+    yield "wo", (D, a.num_heads * a.v_head_dim)
+    if a.kind == "gqa":
+        yield "wq", (a.num_heads * a.qk_head_dim, D)
+        yield "wk", (a.num_kv_heads * a.qk_head_dim, D)
+        yield "wv", (a.num_kv_heads * a.v_head_dim, D)
+        if a.qk_norm:
+            yield "q_norm.weight", (a.qk_head_dim,)
+            yield "k_norm.weight", (a.qk_head_dim,)
+        return
     if a.q_lora_rank:
         yield "wq_a", (a.q_lora_rank, D)
         yield "q_norm.weight", (a.q_lora_rank,)
@@ -21,7 +30,6 @@ def _attention(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "wkv_a", (a.kv_lora_rank + a.qk_rope_head_dim, D)
     yield "kv_norm.weight", (a.kv_lora_rank,)
     yield "wkv_b", (a.num_heads * (a.qk_nope_head_dim + a.v_head_dim), a.kv_lora_rank)
-    yield "wo", (D, a.num_heads * a.v_head_dim)
 
 
 def _feed_forward(config: Config, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:

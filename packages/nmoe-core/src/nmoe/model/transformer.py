@@ -6,6 +6,7 @@ only. Parameters are master values in fp32 (fp64); every product is in the dtype
 decides where the embedding is read.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from nmoe.comm.communicator import Communicator
 from nmoe.comm.local import Local
 from nmoe.config import Config
-from nmoe.model.attention import MLA, Positions
+from nmoe.model.attention import Cache, Positions, attention_of, window_of
 from nmoe.model.functional import Norm, linear
 from nmoe.model.mlp import MLP
 from nmoe.model.rope import tables
@@ -74,7 +75,7 @@ class Block(nn.Module):
         model, moe = config.model, config.moe
         D = model.hidden_size
         self.attn_norm = Norm(D, eps=model.norm_eps, dtype=dtype)
-        self.attn = MLA(config, dtype=dtype)
+        self.attn = attention_of(config, index, dtype=dtype)
         self.ffn_norm = Norm(D, eps=model.norm_eps, dtype=dtype)
         if index < model.num_dense_layers:
             self.mlp, self.moe = MLP(hidden_size=D, ffn_size=model.ffn_size, dtype=dtype), None
@@ -83,9 +84,12 @@ class Block(nn.Module):
             shared = MLP(hidden_size=D, ffn_size=width, dtype=dtype) if width else None
             self.mlp, self.moe = None, MoE(hidden_size=D, config=moe, comm=comm, shared=shared, dtype=dtype)
 
-    def forward(self, x_TD: Tensor, at: Positions) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def forward(
+        self, x_TD: Tensor, at: Positions, cache: Cache | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """x_TD after the layer; the router's loss and load_E, None where the layer is dense."""
-        x_TD = x_TD + self.attn(self.attn_norm(x_TD), at)
+        normed_TD = self.attn_norm(x_TD)
+        x_TD = x_TD + (self.attn(normed_TD, at) if cache is None else self.attn.extend(normed_TD, at, cache))
         normed_TD = self.ffn_norm(x_TD)
         if self.moe is None:
             assert self.mlp is not None
@@ -124,21 +128,26 @@ class Transformer(nn.Module):
         blocks = (layer for layer in self.layers if isinstance(layer, Block))
         return {i: block.moe.router for i, block in enumerate(blocks) if block.moe is not None}
 
-    def positions(self, positions_BT: Tensor, document_BT: Tensor) -> Positions:
-        """Everything about the tokens' places that the layers share."""
+    def _positions(self, positions_BT: Tensor, document_BT: Tensor | None) -> Positions:
+        """Everything about the tokens' places that the layers share; without documents no masks, for a cache."""
         width = self.config.attention.qk_rope_head_dim
         wide = torch.promote_types(self.dtype, torch.float32)
         cos_TH, sin_TH = tables(self.config.rope, positions_BT.flatten(), width=width, dtype=wide)
-        mask = attention.kernels().prepare(document_BT, window=0)
-        return Positions(num_rows=positions_BT.shape[0], cos_TH=cos_TH, sin_TH=sin_TH, mask=mask)
+        masks = {}
+        if document_BT is not None:
+            windows = {window_of(self.config, layer) for layer in range(len(self.layers))}
+            masks = {window: attention.kernels().prepare(document_BT, window=window) for window in windows}
+        return Positions(num_rows=positions_BT.shape[0], cos_TH=cos_TH, sin_TH=sin_TH, masks=masks)
 
-    def hidden(self, tokens_BT: Tensor, at: Positions) -> tuple[Tensor, Tensor, tuple[RouterStats, ...]]:
+    def _hidden(
+        self, tokens_BT: Tensor, at: Positions, caches: Sequence[Cache | None] = ()
+    ) -> tuple[Tensor, Tensor, tuple[RouterStats, ...]]:
         """x_TD after the last norm; the routers' losses, summed; their loads."""
         x_TD = F.embedding(tokens_BT.flatten(), self.embed).to(self.dtype)
         aux_sum = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=x_TD.device)
         stats = []
-        for index, layer in enumerate(self.layers):
-            x_TD, aux_loss, load_E = layer(x_TD, at)
+        for index, (layer, cache) in enumerate(zip(self.layers, caches or [None] * len(self.layers), strict=True)):
+            x_TD, aux_loss, load_E = layer(x_TD, at, cache)
             if load_E is not None:
                 aux_sum = aux_sum + aux_loss
                 stats.append(RouterStats(layer=index, load_E=load_E))
@@ -155,7 +164,7 @@ class Transformer(nn.Module):
             document_BT: Integers: equal for the tokens of one document, different for neighbours in a row.
             targets_BT: int64: the next token, or IGNORED where it is padding or belongs to another document.
         """
-        x_TD, aux_loss, stats = self.hidden(tokens_BT, self.positions(positions_BT, document_BT))
+        x_TD, aux_loss, stats = self._hidden(tokens_BT, self._positions(positions_BT, document_BT))
         target_T = targets_BT.flatten()
         loss_sum, z_loss = linear_cross_entropy(x_TD, self.head_weight, target_T, z_loss=self.config.train.z_loss)
         return ModelOutput(
@@ -170,5 +179,18 @@ class Transformer(nn.Module):
         """Logits [B, T, V] in the activations' dtype of rows that are one document each; for short rows only."""
         rows, length = tokens_BT.shape
         positions_BT = torch.arange(length, device=tokens_BT.device).expand(rows, length)
-        x_TD, _, _ = self.hidden(tokens_BT, self.positions(positions_BT, torch.zeros_like(tokens_BT)))
+        x_TD, _, _ = self._hidden(tokens_BT, self._positions(positions_BT, torch.zeros_like(tokens_BT)))
         return linear(x_TD, self.head_weight).unflatten(0, (rows, length))
+
+    def extend(self, tokens_BT: Tensor, caches: Sequence[Cache], *, past: int) -> Tensor:
+        """Logits [B, V] after the last of some more tokens.
+
+        Args:
+            tokens_BT: int64: the tokens that follow those in the caches.
+            caches: One per layer, extended in place; fresh ones for a prompt.
+            past: Tokens in the caches.
+        """
+        rows, length = tokens_BT.shape
+        positions_BT = torch.arange(past, past + length, device=tokens_BT.device).expand(rows, length)
+        x_TD, _, _ = self._hidden(tokens_BT, self._positions(positions_BT, None), caches)
+        return linear(x_TD.unflatten(0, (rows, length))[:, -1], self.head_weight)
