@@ -48,7 +48,7 @@ top_k = 2
 expert_size = 32
 
 [data]
-train = "shards"
+train = ["shards"]
 val = "shards"
 seq_len = 64
 
