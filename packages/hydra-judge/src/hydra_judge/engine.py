@@ -196,11 +196,13 @@ class Engine:
         except RejectedError:
             endpoint.succeeded(estimated=request.tokens, used=0)
             raise
+        except (RateLimitError, ServerError):
+            raise  # counted by the caller
         except EnvironmentFault as fault:
             endpoint.abandoned()
             self.stop(fault)
             raise
-        except asyncio.CancelledError:
+        except BaseException:
             endpoint.abandoned()
             raise
         finally:

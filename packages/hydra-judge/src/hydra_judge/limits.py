@@ -12,7 +12,7 @@ __all__ = ["Backoff", "Endpoint", "TokenBucket"]
 
 # An epoch is as many completions as the limit allows in flight. A tenth of the requests refused at random is no reason
 # to slow down, a quarter is.
-_GROW_BELOW, _SHRINK_ABOVE = 0.15, 0.25
+_GROW_BELOW, _SHRINK_ABOVE, _PAUSE_ABOVE = 0.15, 0.25, 0.5
 _OPEN_AFTER = 8
 _FIRST_COOL_DOWN_S, _LAST_COOL_DOWN_S = 1.0, 60.0
 
@@ -128,18 +128,24 @@ class Endpoint:
         if self.open_since is not None:
             self.open_since, self._probing, self._cool_down = None, False, _FIRST_COOL_DOWN_S
             self.limit = min(self.limit, 8.0)
-        self._faults = self._refusals = 0
+        self._faults = 0
         self._count(congested=False)
 
     def refused(self, *, retry_after: float | None) -> None:
-        """Counts a 429. Three in a row mean the server and not the request: then all wait as long as it asked."""
+        """Counts a 429; after an epoch of little else, everything waits as long as the server asked."""
         self.in_flight -= 1
         self._probing, self.open_since = False, None  # it answers, if only to say no
         self._faults = 0
         self._refusals += 1
-        if self._refusals >= 3:
+        # Refusals come back sooner than answers, so only a whole epoch tells their share.
+        good, bad = self._epoch
+        if good + bad + 1 >= self._epoch_length and self._refusals > (good + bad + 1) * _PAUSE_ABOVE:
             self.resume_at = max(self.resume_at, self.clock() + (1.0 if retry_after is None else retry_after))
         self._count(congested=True)
+
+    @property
+    def _epoch_length(self) -> float:
+        return max(self.limit, 8.0)
 
     def failed(self, *, timeout: bool) -> None:
         """Counts a request without an answer; several in a row open the breaker."""
@@ -168,7 +174,7 @@ class Endpoint:
         share = bad / (good + bad)
         if not congested and share < _GROW_BELOW:
             self.limit = min(self.limit + 1.0, float(self.most))
-        if good + bad >= max(self.limit, 8):
+        if good + bad >= self._epoch_length:
             if share > _SHRINK_ABOVE:
                 self.limit = max(1.0, self.limit * 0.7)
-            self._epoch = [0, 0]
+            self._epoch, self._refusals = [0, 0], 0

@@ -6,6 +6,7 @@ the environment: a document goes to the host that the user named and to no other
 default one saturates two cores at some hundred requests a second.
 """
 
+import asyncio
 import email.utils
 import json
 import math
@@ -74,13 +75,15 @@ class OpenAIBackend:
     async def chat(self, body: dict[str, Any]) -> Reply:
         """See `hydra_judge.backends.Backend`."""
         try:
-            response = await self._client.post("/chat/completions", body=body, cast_to=httpx2.Response)
+            # The transport's own time-outs do not cover every wait: on a reused connection one was seen to last for ever.
+            async with asyncio.timeout(self._timeout):
+                response = await self._client.post("/chat/completions", body=body, cast_to=httpx2.Response)
             return read_completion(response.content)
-        except openai.APITimeoutError:
-            raise ServerError(f"{self.url}: no answer in {self._timeout:g} s", kind="timeout") from None
         except openai.APIStatusError as error:
             raise self._status(error) from None
-        except (openai.APIConnectionError, aiohttp.ClientError, httpx2.HTTPError, OSError) as error:
+        except (openai.APIConnectionError, aiohttp.ClientError, httpx2.HTTPError, TimeoutError, OSError) as error:
+            if _timed_out(error):
+                raise ServerError(f"{self.url}: no answer in {self._timeout:g} s", kind="timeout") from None
             detail = self._hide(str(error.__cause__ or error) or type(error).__name__)
             raise ServerError(f"{self.url}: {detail}", kind="dropped") from None
 
@@ -117,6 +120,13 @@ class OpenAIBackend:
         if status == 413 or "context_length" in lowered or "context length" in lowered or "too long" in lowered:
             return RejectedError(detail, outcome="too_long")
         return RejectedError(detail, outcome="failed")
+
+
+def _timed_out(error: BaseException | None) -> bool:
+    """Whether a time-out is at the bottom of it; the client calls every lost connection one."""
+    while error is not None and not isinstance(error, TimeoutError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _retry_after(headers: httpx2.Headers) -> float | None:

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bad day for the judge: faults of every kind, an outage, kill -9 at random moments; the result must be a calm day's.
+
+    python benchmarks/judge_faults.py [--documents 20000] [--kills 5] [--outage 60]
+
+Prints what the server was asked, and checks: no document lost, none scored wrongly, output byte-identical to a run
+without faults or kills, and nothing asked again whose answer was on disk.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+FAULTS = (
+    "429=0.05,429_after=0.05,500=0.025,529=0.025,timeout=0.005,drop=0.01,drop_late=0.01,garbled=0.005,fenced=0.02,prose=0.02,"
+    "trailing_comma=0.02,truncated=0.02,out_of_range=0.02,wrong_type=0.01,missing_axis=0.01,wrong_code=0.01,refused=0.02,"
+    "declared_refusal=0.01,empty=0.02,two_objects=0.01"
+)
+
+
+class Server:
+    """A running test server."""
+
+    def __init__(self, *arguments: str):
+        command = [sys.executable, str(ROOT / "tests/judge/openai_server.py"), "--port", "0", *arguments]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().strip()
+
+    def call(self, path: str, values: dict[str, Any] | None = None) -> dict[str, Any]:
+        data = None if values is None else json.dumps(values).encode()
+        with urllib.request.urlopen(self.url.removesuffix("/v1") + path, data=data, timeout=30) as answer:
+            return json.loads(answer.read())
+
+
+def write_corpus(path: Path, count: int) -> dict[str, float]:
+    """Documents of 200 to 2,000 characters; one in forty is refused or filtered always. Returns score by id (-1: none)."""
+    rng, expected = random.Random(1), {}
+    words = [
+        "the",
+        "of",
+        "water",
+        "light",
+        "energy",
+        "number",
+        "river",
+        "stone",
+        "history",
+        "cell",
+        "plant",
+        "measure",
+        "theory",
+        "engine",
+        "music",
+        "law",
+    ]
+    with path.open("w") as stream:
+        for number in range(count):
+            level = rng.randrange(6)
+            mark = f"[[score={level}]]"
+            kind = rng.random()
+            if kind < 0.0125:
+                mark, level = "[[refused]]", -1
+            elif kind < 0.025:
+                mark, level = "[[filtered]]", -1
+            body = " ".join(rng.choice(words) for _ in range(rng.randrange(30, 300)))
+            stream.write(json.dumps({"id": f"doc-{number}", "text": f"Document {number}. {mark} {body}."}) + "\n")
+            expected[f"doc-{number}"] = float(level)
+    return expected
+
+
+def command(corpus: Path, url: str, folder: Path, name: str) -> list[str]:
+    return [
+        str(BIN / "hydra-judge"), "score", str(corpus), "--rubric", "educational", "--base-url", url, "--model", "test-model",
+        "--answer", "json_schema", "--concurrency", "128", "--timeout", "5", "--output", str(folder / name), "--cache",
+        str(folder / f"{name}.sqlite"),
+    ]  # fmt: skip
+
+
+def kept(path: Path) -> int:
+    """Answers in the cache."""
+    if not path.exists():
+        return 0
+    try:
+        with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as connection:
+            return connection.execute("SELECT count(*) FROM answers").fetchone()[0]
+    except sqlite3.OperationalError:  # it is just being made
+        return 0
+
+
+def bad_day(corpus: Path, folder: Path, documents: int, kills: int, outage: float) -> dict[str, Any]:
+    """Scores the corpus under faults; returns the server's counts and the answers that were kept at each kill."""
+    server = Server("--latency", "0.05", "--jitter", "1", "--faults", FAULTS, "--retry-after", "0.3")
+    rng, cache = random.Random(time.time_ns()), folder / "bad.sqlite"
+    moments = sorted(rng.sample(range(documents // 20, documents), kills))
+    outage_at = rng.randrange(documents // 10, documents * 9 // 10)
+    log = (folder / "bad.log").open("w")
+    for moment in [*moments, None]:
+        process = subprocess.Popen(command(corpus, server.url, folder, "bad"), stderr=log, stdout=log)
+        while process.poll() is None and (moment is None or kept(cache) < moment):
+            if outage_at is not None and kept(cache) >= outage_at:
+                server.call("/control", {"outage": outage})
+                print(f"outage of {outage:g} s at {kept(cache)} answers", flush=True)
+                outage_at = None
+            time.sleep(0.05)
+        if moment is not None:
+            assert process.poll() is None, f"ended before the kill; see {folder / 'bad.log'}"
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+            print(f"kill -9 at {kept(cache)} answers", flush=True)
+    assert process.returncode == 0, (folder / "bad.log").read_text()[-2000:]
+    stats = server.call("/stats")
+    server.process.kill()
+    return stats
+
+
+def scores(folder: Path) -> dict[str, float]:
+    header = json.loads((folder / "scored.json").read_text())
+    lines = [line for part in header["parts"] for line in (folder / part["path"]).read_text().splitlines()]
+    return {one["id"]: -1.0 if one["score"] is None else one["score"] for one in map(json.loads, lines)}
+
+
+def same_files(one: Path, other: Path) -> list[str]:
+    """Files that differ between two output folders, the accounts of runs aside."""
+    names = {path.relative_to(folder) for folder in (one, other) for path in folder.rglob("*") if path.is_file()}
+    names = {name for name in names if name.name != "runs.jsonl"}
+    return [
+        str(name)
+        for name in sorted(names)
+        if not (one / name).exists() or (one / name).read_bytes() != (other / name).read_bytes()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--documents", type=int, default=20_000)
+    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--outage", type=float, default=60.0)
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="judge-faults-"))
+    corpus = folder / "corpus.jsonl"
+    expected = write_corpus(corpus, options.documents)
+    began = time.monotonic()
+    stats = bad_day(corpus, folder, options.documents, options.kills, options.outage)
+    print(f"bad day: {time.monotonic() - began:.0f} s")
+    calm = Server()
+    subprocess.run(command(corpus, calm.url, folder, "calm"), check=True, stderr=subprocess.DEVNULL)
+    calm_stats = calm.call("/stats")
+    calm.process.kill()
+    found = scores(folder / "bad")
+    wrong = {id for id in expected if found.get(id) != expected[id]}
+    differ = same_files(folder / "bad", folder / "calm")
+    # The server counts an answer as given when it hands it to the socket; a kill loses those on their way to the disk.
+    repeated = stats["asked_after_answer"]
+    faults = {name: count for name, count in sorted(stats.items()) if re.fullmatch(r"[a-z0-9_]+", name)}
+    print(json.dumps({"server": faults, "calm_requests": calm_stats["requests"]}))
+    print(
+        f"{len(found)} of {len(expected)} documents, {len(wrong)} wrong, {len(differ)} files differ, "
+        f"{repeated} answers asked for again in {options.kills} kills (128 in flight at each)"
+    )
+    assert not wrong
+    assert not differ
+    assert len(found) == len(expected)
+    assert repeated <= options.kills * 128
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
