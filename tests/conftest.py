@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every test shares: GPU tests skip where there is no GPU, unless the run says that there must be one."""
 
+import os
+
 import pytest
+
+# Before anything imports PyTorch: threads that spin while they wait starve the other processes that tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
