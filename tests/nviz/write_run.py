@@ -5,6 +5,7 @@ As a script it is a trainer that only logs: `write_run.py ROOT NAME --steps N --
 """
 
 import argparse
+import json
 import math
 import time
 from pathlib import Path
@@ -128,10 +129,11 @@ def make_run(
     end = time.time() - silent_for
     began = end - steps * seconds_a_step
     with duckdb.connect(str(run / STORE)) as store:
-        for step in extra or {}:
-            for metric, value in extra[step].items():
+        for step, replaced in (extra or {}).items():
+            for metric, value in replaced.items():
                 store.execute(
-                    "DELETE FROM metrics WHERE step = ? AND name = ? AND value IS DISTINCT FROM ?", [step, metric, value]
+                    "DELETE FROM metrics WHERE step = ? AND name = ? AND value IS DISTINCT FROM ?",
+                    [step, metric, value],
                 )
         store.execute("UPDATE metrics SET time = ? + step * ?", [began, seconds_a_step])
     if status not in ("running", "stale"):
@@ -143,8 +145,6 @@ def make_run(
 
 
 def _backdate(path: Path, began: float, end: float, steps: int) -> None:
-    import json
-
     facts = json.loads(path.read_text())
     facts |= {"started_at": began, "heartbeat_at": end, "step": steps, "git": {"commit": "0" * 40, "dirty": False}}
     if facts["finished_at"] is not None:

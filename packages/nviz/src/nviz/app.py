@@ -16,11 +16,15 @@ PAGES = {
     "router": ("Router", ":material/grid_on:"),
 }
 _PAGES_DIR = Path(__file__).parent / "pages"
+_ICON = Path(__file__).parent / "icon.svg"  # an icon by name would be fetched from the network
+# Streamlit leaves a fifth of a 1280 px window empty; a dashboard needs it.
+_STYLE = "<style>.stMainBlockContainer {padding: 3rem 2rem 3rem;}</style>"
 
 
 def main() -> None:
     """Draws the page that the address names."""
-    st.set_page_config(page_title="nviz", page_icon=":material/monitoring:", layout="wide")
+    st.set_page_config(page_title="nviz", page_icon=str(_ICON), layout="wide")
+    st.html(_STYLE)
     page = st.navigation(
         [
             st.Page(_PAGES_DIR / f"{name}.py", title=title, icon=icon, url_path=name, default=name == "runs")

@@ -320,7 +320,7 @@ def latest(connection: Connection, names: tuple[str, ...]) -> dict[str, Latest]:
     """Newest value of scalar metrics, NaN included, and their lowest finite one; a metric without values is left out."""
     rows = connection.execute(
         """
-        SELECT name, max(step), arg_max(time, step), arg_maxvalue,
+        SELECT name, max(step), arg_max(time, step), arg_max(value, step),
             coalesce(min(value) FILTER (isfinite(value)), 'nan'::DOUBLE)
         FROM metrics WHERE name IN (SELECT unnest(?::VARCHAR[])) AND layer IS NULL AND expert IS NULL AND rank IS NULL
         GROUP BY name

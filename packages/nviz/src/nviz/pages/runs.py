@@ -86,11 +86,11 @@ def _table() -> None:
         alt="Runs with status, progress, losses and speed",
     )
     for entry in listed:
-        if entry.info.status in ("failed", "unreadable") and entry.info.error:
-            st.caption(f"**{entry.key}** {entry.info.status}: {entry.info.error}")
+        if fault := entry.info.error or summaries[entry.key].error:
+            st.caption(f"{ui.ICONS[entry.info.status]} **{entry.key}** ({entry.info.status}): {fault}")
     if any(summary.pending for summary in summaries.values()):
         # Stores that are read stay read, so this ends.
-        st.rerun(scope="fragment" if st.session_state.get("table_drawn") else "app")
+        st.rerun()
 
 
 def _haystack(entry: Entry) -> str:

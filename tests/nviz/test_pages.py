@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every page on every kind of run: right figures, one line for a fault, never a traceback."""
+
+import base64
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import duckdb
+import numpy as np
+import pytest
+from streamlit.testing.v1 import AppTest
+
+Open = Callable[..., AppTest]
+Spec = Callable[[object], dict]
+PAGES = ("runs", "curves", "router")
+RUNS = (
+    "baseline",
+    "crashed",
+    "silent",
+    "broken_values",
+    "no_rows",
+    "unreadable",
+    "truncated",
+    "newer",
+    "unpublished",
+    "live",
+)
+
+
+def numbers(encoded: dict | list) -> np.ndarray:
+    """An array as Plotly carries it."""
+    if isinstance(encoded, list):
+        return np.asarray(encoded)
+    flat = np.frombuffer(base64.b64decode(encoded["bdata"]), dtype=np.dtype(encoded["dtype"]))
+    return flat.reshape([int(part) for part in encoded["shape"].split(",")]) if "shape" in encoded else flat
+
+
+def charts(app: AppTest, spec: Spec) -> dict[str, dict]:
+    """Figures of a page by title."""
+    figures = [spec(chart) for chart in app.get("plotly_chart")]
+    return {figure["layout"]["title"]["text"]: figure for figure in figures}
+
+
+@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("run", RUNS)
+def test_page_shows_any_run_without_traceback(fleet: Path, page: Open, name: str, run: str):
+    app = page(fleet, name, run=[run])
+    assert not app.exception
+    assert app.title[0].value.lower() == name
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        ("truncated", "cannot be opened"),
+        ("newer", "newer than this program"),
+        ("unpublished", "no metrics published yet"),
+    ],
+)
+def test_curves_say_in_one_line_why_a_store_cannot_be_shown(fleet: Path, page: Open, run: str, words: str):
+    app = page(fleet, "curves", run=[run])
+    lines = [element.value for element in [*app.error, *app.info]]
+    assert any(words in line and run in line for line in lines), lines
+    assert all("\n" not in line for line in lines)
+
+
+def test_runs_lists_every_run_with_status_and_last_values(fleet: Path, page: Open):
+    table = page(fleet).dataframe[0].value.set_index("run")
+    assert dict(table["status"]) == {
+        "baseline": "finished", "spiky": "finished", "crashed": "failed", "silent": "stale", "broken_values": "stopped",
+        "no_rows": "running", "unreadable": "unreadable", "truncated": "finished", "newer": "finished",
+        "unpublished": "running", "live": "running",
+    }  # fmt: skip
+    with duckdb.connect(str(fleet / "baseline" / "metrics.duckdb"), read_only=True) as store:
+        last, best = store.execute(
+            "SELECT arg_max(value, step), min(value) FROM metrics WHERE name = 'train/loss'"
+        ).fetchall()[0]
+    assert table.loc["baseline", "loss"] == last
+    assert table.loc["baseline", "best loss"] == best
+    assert table.loc["crashed", "note"] == "RuntimeError: device lost"
+    assert table.loc["silent", "last sign of life"] == "60 min ago"
+
+
+def test_runs_can_be_found_by_a_configuration_key(fleet: Path, page: Open):
+    table = page(fleet, find="moe.top_k=4").dataframe[0].value
+    assert list(table["run"]) == ["spiky"]
+
+
+def test_runs_shows_what_differs_between_two_configurations(fleet: Path, page: Open):
+    app = page(fleet, run=["baseline", "spiky"])
+    assert app.dataframe[1].value.to_dict("records") == [{"key": "moe.top_k", "baseline": "2", "spiky": "4"}]
+
+
+def test_curves_draw_the_stored_values_with_the_unit_of_the_catalogue(fleet: Path, page: Open, spec: Spec):
+    figure = charts(page(fleet, "curves", run=["baseline", "spiky"]), spec)["train/loss"]
+    assert [trace["name"] for trace in figure["data"]] == ["baseline", "spiky"]
+    assert figure["layout"]["yaxis"]["title"]["text"] == "nat/token"
+    with duckdb.connect(str(fleet / "spiky" / "metrics.duckdb"), read_only=True) as store:
+        stored = store.execute("SELECT step, value FROM metrics WHERE name = 'train/loss' ORDER BY step").fetchnumpy()
+    assert np.array_equal(numbers(figure["data"][1]["x"]), stored["step"])
+    assert np.array_equal(numbers(figure["data"][1]["y"]), stored["value"].astype(np.float32))
+
+
+def test_curves_mark_values_that_are_not_finite(fleet: Path, page: Open, spec: Spec):
+    figure = charts(page(fleet, "curves", run=["broken_values"]), spec)["train/loss"]
+    assert np.isfinite(numbers(figure["data"][0]["y"])).all()
+    assert figure["data"][1]["name"] == "broken_values: NaN or Inf"
+    assert numbers(figure["data"][1]["x"]).tolist() == [20, 30, 59]
+
+
+def test_curves_take_their_whole_view_from_the_address(fleet: Path, page: Open, spec: Spec):
+    view = {"metric": "train/grad_norm", "x": "tokens", "smooth": "10", "logy": "true", "from": "50", "to": "99"}
+    figures = charts(page(fleet, "curves", run=["spiky", "baseline"], **view), spec)
+    assert list(figures) == ["train/grad_norm"]
+    figure = figures["train/grad_norm"]
+    assert figure["layout"]["xaxis"]["title"]["text"] == "tokens (token)"
+    assert figure["layout"]["yaxis"]["type"] == "log"
+    assert [trace["name"] for trace in figure["data"]] == ["spiky", "spiky", "baseline", "baseline"]
+    assert numbers(figure["data"][0]["x"]).tolist() == [(step + 1) * 512 for step in range(50, 100)]
+
+
+def test_unknown_run_in_the_address_is_named_and_touches_no_file(fleet: Path, page: Open):
+    for asked in ("../fleet/baseline", "/etc", "..", "nothing"):
+        app = page(fleet, "runs", run=[asked])
+        assert not app.exception
+        assert asked in app.warning[0].value
+
+
+def test_router_shows_the_stored_loads(fleet: Path, page: Open, spec: Spec):
+    app = page(fleet, "router", run=["live"], relative="false")
+    figure = next(iter(charts(app, spec).values()))
+    assert figure["layout"]["title"]["text"] == "router/load at step 190: 6 layers x 16 experts"
+    with duckdb.connect(str(fleet / "live" / "metrics.duckdb"), read_only=True) as store:
+        stored = store.execute(
+            "SELECT value FROM metrics WHERE name = 'router/load' AND step = 190 ORDER BY layer, expert"
+        ).fetchnumpy()["value"]
+    assert np.allclose(numbers(figure["data"][0]["z"]).ravel(), stored)
+
+
+def test_router_shows_an_earlier_step_and_its_dead_expert(fleet: Path, page: Open, spec: Spec):
+    early = charts(page(fleet, "router", run=["spiky"], newest="false", step="100"), spec)
+    assert any(title.startswith("router/load at step 100") for title in early)
+    app = page(fleet, "router", run=["spiky"])
+    assert {metric.label: metric.value for metric in app.metric}["Experts that received nothing"] == "1 of 96"
+
+
+def test_page_explains_itself_where_there_is_no_run(tmp_path: Path, page: Open):
+    app = page(tmp_path / "absent")
+    assert not app.exception
+    assert app.title[0].value == "No run yet"
+    assert "nmoe-train" in app.code[0].value
+
+
+def test_bad_flag_is_one_line_on_the_page(fleet: Path, page: Open):
+    app = page(fleet, "runs", "--colour", "red")
+    assert not app.exception
+    assert "--colour" in app.error[0].value
+
+
+def test_only_running_runs_are_refreshed(fleet: Path, page: Open):
+    # The browser's timer is what a fragment with `run_every` asks for.
+    from nviz import ui
+
+    known = ui._entries(ui._settings(("--runs", str(fleet))))
+    assert ui.refreshed([known["live"], known["baseline"]]) == ui.REFRESH_S
+    assert ui.refreshed([known["baseline"], known["crashed"], known["silent"]]) is None
+
+
+def test_page_follows_a_run_that_is_being_written(trainer: Path, page: Open, spec: Spec):
+    app = page(trainer, "curves", run=["live"])
+    deadline = time.monotonic() + 20
+    while not (figures := charts(app, spec)) or len(numbers(figures["train/loss"]["data"][0]["x"])) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+        app.run()
+    before = numbers(figures["train/loss"]["data"][0]["x"]).max()
+    time.sleep(2.5)
+    app.run()
+    assert numbers(charts(app, spec)["train/loss"]["data"][0]["x"]).max() > before
+    assert not app.exception
+
+
+def test_run_folders_that_are_links_out_of_the_root_are_not_runs(write_run: ModuleType, tmp_path: Path, page: Open):
+    write_run.make_run(tmp_path / "elsewhere", "secret", steps=5)
+    write_run.make_run(tmp_path / "runs", "mine", steps=5)
+    (tmp_path / "runs" / "linked").symlink_to(tmp_path / "elsewhere" / "secret")
+    assert list(page(tmp_path / "runs").dataframe[0].value["run"]) == ["mine"]
+    store = tmp_path / "runs" / "mine" / "metrics.duckdb"
+    store.unlink()
+    store.symlink_to(tmp_path / "elsewhere" / "secret" / "metrics.duckdb")
+    app = page(tmp_path / "runs", "curves", run=["mine"])
+    assert not app.exception
+    assert not app.get("plotly_chart")
+    assert any("outside" in error.value for error in app.error)

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What leaves the database is small and hides nothing."""
+
+from pathlib import Path
+
+import duckdb
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from nmoe.formats import FormatError
+from nmoe.formats.metrics import STORE, MetricWriter
+from nviz import charts, queries
+from nviz.queries import Line
+from nviz.source import Store, UnpublishedError
+
+ANY = st.floats(allow_nan=True, allow_infinity=True, width=64)
+
+
+def store_of(values: np.ndarray, *, stride: int = 1) -> duckdb.DuckDBPyConnection:
+    """A store in memory with one series."""
+    connection = duckdb.connect()
+    connection.execute(
+        "CREATE TABLE metrics(name VARCHAR, step BIGINT, time DOUBLE, value DOUBLE, layer INTEGER, expert INTEGER, rank INTEGER)"
+    )
+    connection.execute("CREATE TABLE catalogue(name VARCHAR, unit VARCHAR, kind VARCHAR, meaning VARCHAR)")
+    step = np.arange(len(values)) * stride
+    connection.register("incoming", {"step": step, "value": values, "bad": np.isnan(values)})
+    connection.execute(
+        "INSERT INTO metrics SELECT 'm', step, step * 0.5, CASE WHEN bad THEN 'nan'::DOUBLE ELSE value END, NULL, NULL, NULL FROM incoming"
+    )
+    return connection
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    values=arrays.arrays(np.float64, st.integers(1, 400), elements=ANY),
+    stride=st.sampled_from([1, 3, 50]),
+    limit=st.sampled_from([8, 30, 100]),
+)
+def test_downsampling_keeps_every_extreme(values: np.ndarray, stride: int, limit: int):
+    found = queries.points(store_of(values, stride=stride), Line(name="m"), max_points=limit)
+    fine = values[np.isfinite(values)]
+    assert len(found.step) <= limit
+    assert (np.diff(found.step) >= 0).all()
+    assert np.isfinite(found.value).all()
+    # Every point is one of the series, so nothing is invented.
+    assert np.array_equal(found.value, values[found.step // stride])
+    assert np.array_equal(found.time, found.step * 0.5)
+    if len(fine):
+        assert found.value.min() == fine.min()
+        assert found.value.max() == fine.max()
+        steps = np.flatnonzero(np.isfinite(values)) * stride
+        assert (found.step[0], found.step[-1]) == (steps[0], steps[-1])
+        # The extremes of every bucket, not only of the whole.
+        for bucket in np.unique(steps // found.width):
+            inside = values[steps // stride][steps // found.width == bucket]
+            drawn = found.value[found.step // found.width == bucket]
+            assert (drawn.min(), drawn.max()) == (inside.min(), inside.max())
+    assert bool(len(found.broken_step)) == bool(len(fine) < len(values))
+
+
+def test_downsampling_keeps_one_spike_among_a_million_values():
+    values = np.sin(np.arange(1_000_000) / 1e5)
+    values[654_321] = 40.0
+    values[654_322] = -40.0
+    found = queries.points(store_of(values), Line(name="m"))
+    assert len(found.step) <= queries.MAX_POINTS
+    assert found.step[found.value.argmax()] == 654_321
+    assert found.step[found.value.argmin()] == 654_322
+
+
+def test_downsampling_keeps_the_same_points_while_a_run_grows():
+    values = np.random.default_rng(0).normal(size=30_000)
+    short = queries.points(store_of(values[:29_000]), Line(name="m"))
+    whole = queries.points(store_of(values), Line(name="m"))
+    assert short.width == whole.width
+    settled = 28_000  # the last point is always drawn, so the newest bucket may change
+    assert set(short.step[short.step < settled]) == set(whole.step[whole.step < settled])
+
+
+def test_a_narrow_range_shows_every_value():
+    values = np.random.default_rng(0).normal(size=100_000)
+    found = queries.points(store_of(values), Line(name="m"), first=50_000, last=51_500)
+    assert np.array_equal(found.step, np.arange(50_000, 51_501))
+    assert np.array_equal(found.value, values[50_000:51_501])
+
+
+@given(span=st.integers(1, 10**9), buckets=st.integers(2, 2000))
+def test_bucket_width_is_round_and_suffices_for_any_alignment(span: int, buckets: int):
+    width = queries.bucket_width(span, buckets)
+    assert str(width).rstrip("0") in ("1", "2", "5")
+    for first in (0, 1, width - 1):
+        assert (first + span - 1) // width - first // width + 1 <= buckets
+
+
+def test_values_at_takes_the_last_value_before_a_step():
+    connection = store_of(np.array([10.0, 20.0, 30.0]), stride=10)
+    found = queries.values_at(connection, "m", np.array([25, 0, 10, 19, 1000]))
+    assert found.tolist() == [30.0, 10.0, 20.0, 20.0, 30.0]
+    assert np.isnan(queries.values_at(connection, "unknown", np.array([1]))).all()
+
+
+def test_per_layer_shows_what_stands_out_not_the_mean(tmp_path: Path):
+    with MetricWriter(tmp_path, publish_s=3600) as writer:
+        for step in range(1000):
+            load = np.full((2, 4), 0.25)
+            if step == 777:
+                load[1] = [0.0, 0.75, 0.125, 0.125]
+            writer.log_array(step, "router/load", load, axes=("layer", "expert"))
+    picture, first = Store(tmp_path / STORE).read(
+        "x", lambda connection: queries.per_layer(connection, "router/load", layer=1, columns=20)
+    )
+    assert picture.shape == (4, len(first))
+    column = int(np.searchsorted(first, 777, side="right")) - 1
+    assert picture[:, column].tolist() == [0.0, 0.75, 0.125, 0.125]
+    assert (np.delete(picture, column, axis=1) == 0.25).all()
+
+
+def test_measures_show_a_metric_that_the_catalogue_does_not_know():
+    found = queries.measures(store_of(np.array([1.0, 2.0])))["m"]
+    assert (found.unit, found.rows, found.last_step, found.scalar) == ("", 2, 1, True)
+
+
+def test_store_answers_from_the_newest_publication_and_asks_each_only_once(tmp_path: Path):
+    asked = []
+
+    def count(connection: duckdb.DuckDBPyConnection) -> int:
+        asked.append(1)
+        return connection.execute("SELECT count(*) FROM metrics").fetchall()[0][0]
+
+    store = Store(tmp_path / STORE)
+    with pytest.raises(UnpublishedError):
+        store.read("n", count)
+    with MetricWriter(tmp_path, publish_s=3600) as writer:
+        writer.log(0, {"train/loss": 1.0})
+        writer.flush()
+        assert [store.read("n", count) for _ in range(3)] == [1, 1, 1]
+        assert len(asked) == 1
+        writer.log(1, {"train/loss": 1.0, "train/grad_norm": 2.0})
+        writer.flush()
+        assert store.read("n", count) > 2
+        assert len(asked) == 2
+
+
+def test_store_reads_a_damaged_file_once_and_says_so_every_time(tmp_path: Path):
+    with MetricWriter(tmp_path, publish_s=3600) as writer:
+        for step in range(20_000):
+            writer.log(step, {"train/loss": float(step)})
+    path = tmp_path / STORE
+    data = bytearray(path.read_bytes())
+    data[12_288:] = bytes(len(data) - 12_288)  # the three headers of a DuckDB file stay
+    path.write_bytes(data)
+    store = Store(path)
+    for _ in range(2):
+        with pytest.raises(FormatError, match=r"metrics\.duckdb"):
+            store.read("all", lambda connection: queries.points(connection, Line(name="train/loss")))
+
+
+@given(
+    values=arrays.arrays(np.float64, st.integers(1, 50), elements=st.floats(-1e6, 1e6)),
+    half_width=st.integers(1, 10),
+)
+def test_smoothing_is_the_weighted_mean_of_the_window(values: np.ndarray, half_width: int):
+    weights = np.arange(1.0, len(values) + 1)
+    found = charts.smooth(values, weights, half_width=half_width)
+    for place in range(len(values)):
+        window = slice(max(0, place - half_width), place + half_width + 1)
+        assert found[place] == pytest.approx(np.average(values[window], weights=weights[window]), rel=1e-6, abs=1e-6)
+
+
+def test_compact_arrays_are_small_and_stay_finite():
+    assert charts.compact(np.arange(3)).dtype == np.int32
+    assert charts.compact(np.array([2**40])).dtype == np.float64
+    assert charts.compact(np.array([1.5])).dtype == np.float32
+    assert np.isfinite(charts.compact(np.array([1e300]))).all()
