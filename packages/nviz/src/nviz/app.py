@@ -14,6 +14,7 @@ PAGES = {
     "runs": ("Runs", ":material/list:"),
     "curves": ("Curves", ":material/show_chart:"),
     "router": ("Router", ":material/grid_on:"),
+    "speed": ("Speed", ":material/speed:"),
 }
 _PAGES_DIR = Path(__file__).parent / "pages"
 _ICON = Path(__file__).parent / "icon.svg"  # an icon by name would be fetched from the network

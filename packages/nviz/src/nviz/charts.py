@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures: arrays in, Plotly out. Values travel as float32, steps as int32, so a trace of 2,000 points is 16 kB."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import plotly.graph_objects as go
 
-from nviz.palette import BAD, MUTED, SEQUENTIAL, line_style
+from nviz.palette import ACCENT, BAD, MUTED, SEQUENTIAL, line_style
 
-__all__ = ["Curve", "compact", "curves", "heatmap", "smooth"]
+__all__ = ["Curve", "compact", "curves", "heatmap", "scatter", "smooth", "stacked"]
 
 _MARGIN = {"l": 8, "r": 8, "t": 40, "b": 8}
 
@@ -48,6 +48,7 @@ class Curve:
     Attributes:
         label: name in the legend.
         number: place of the run in the selection; decides colour and dash.
+        step: int64 [N], steps of the points.
         x, y: float64 or int64 [N], the points with the extremes.
         smooth_x, smooth_y: [M], the smoothed line; empty: none.
         broken_x: [B], where the value is NaN or infinite.
@@ -55,6 +56,7 @@ class Curve:
 
     label: str
     number: int
+    step: np.ndarray
     x: np.ndarray
     y: np.ndarray
     smooth_x: np.ndarray
@@ -141,6 +143,54 @@ def curves(
 def _axis(values: np.ndarray, *, dates: bool) -> np.ndarray:
     # Milliseconds of today do not fit float32.
     return values.astype(np.float64) if dates else compact(values)
+
+
+def stacked(
+    x: np.ndarray,
+    parts: Mapping[str, np.ndarray],
+    *,
+    title: str,
+    x_title: str,
+    y_title: str,
+    view: str,
+    height: int = 340,
+) -> go.Figure:
+    """Parts of a whole on top of each other.
+
+    Args:
+        x: [N].
+        parts: float64 [N] by name, from the bottom up.
+        title, x_title, y_title: names with their units.
+        view: the reader's zoom is kept as long as this stays equal.
+        height: pixels.
+    """
+    figure = go.Figure()
+    for number, (name, values) in enumerate(parts.items()):
+        figure.add_scatter(
+            x=compact(x), y=compact(values), name=name, mode="lines", stackgroup="all",
+            line={"width": 0.5, "color": line_style(number)["color"]}, fillcolor=line_style(number)["color"],
+        )  # fmt: skip
+    _layout(figure, title=title, x_title=x_title, y_title=y_title, height=height, view=view)
+    figure.update_layout(hovermode="x unified")
+    return figure
+
+
+def scatter(x: np.ndarray, y: np.ndarray, *, title: str, x_title: str, y_title: str, view: str) -> go.Figure:
+    """One point a step, of two metrics.
+
+    Args:
+        x, y: float64 [N]; points with a NaN are left out.
+        title, x_title, y_title: names with their units.
+        view: the reader's zoom is kept as long as this stays equal.
+    """
+    keep = np.isfinite(x) & np.isfinite(y)
+    figure = go.Figure(
+        go.Scatter(
+            x=compact(x[keep]), y=compact(y[keep]), mode="markers", marker={"size": 5, "opacity": 0.5, "color": ACCENT}
+        )
+    )
+    _layout(figure, title=title, x_title=x_title, y_title=y_title, height=320, view=view)
+    return figure
 
 
 def heatmap(

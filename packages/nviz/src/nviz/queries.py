@@ -9,7 +9,7 @@ a running run grows. One series of a 10-million-row store takes 20 ms on 2 cores
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import duckdb
 import numpy as np
@@ -21,6 +21,7 @@ __all__ = [
     "Points",
     "grid",
     "latest",
+    "means",
     "measures",
     "per_layer",
     "points",
@@ -296,6 +297,16 @@ def per_layer(
     )
     buckets, column = np.unique(table["bucket"], return_inverse=True)
     return _fill(table["place"], column, table["value"]), np.asarray(buckets, np.int64) * width
+
+
+def means(connection: Connection, name: str, axis: Literal["layer", "rank"]) -> np.ndarray:
+    """Mean of a metric over the run for each index of an axis: float64 [N], NaN where there is none."""
+    table = _columns(
+        connection,
+        f"SELECT {axis} AS place, avg(value) AS mean FROM metrics WHERE name = ? AND {axis} IS NOT NULL AND isfinite(value) GROUP BY place",  # noqa: S608
+        [name],
+    )
+    return _fill(table["place"], np.zeros_like(table["place"]), table["mean"]).ravel()
 
 
 def _fill(row: np.ndarray, column: np.ndarray, value: np.ndarray) -> np.ndarray:

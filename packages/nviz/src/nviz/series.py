@@ -79,6 +79,7 @@ def curve(entry: Entry, line: Line, view: View, *, number: int, label: str) -> C
     return Curve(
         label=label,
         number=number,
+        step=found.step[keep],
         x=x[keep],
         y=found.value[keep],
         smooth_x=mean_x[keep_mean] if half_width else np.empty(0),

@@ -111,6 +111,14 @@ class Store:
                 raise answer
             return answer
 
+    def once(self, query: Callable[[duckdb.DuckDBPyConnection], T]) -> T:
+        """The answer of `query`, not remembered: for large answers. Raises as `read` does."""
+        with self.session():
+            answer = self._ask(query)
+            if isinstance(answer, NmoeError):
+                raise answer
+            return answer
+
     def knows(self, key: Hashable) -> bool:
         """Whether `read` would answer `key` from memory."""
         with self._lock:

@@ -8,7 +8,7 @@ an address that is copied shows the same view elsewhere.
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -166,12 +166,25 @@ def freshness(entry: Entry, *, step: int | None = None) -> None:
     st.badge(f"{entry.key}: {text}{at_step}", icon=ICONS[info.status], color=color)
 
 
-def chart(figure: go.Figure, *, key: str, alt: str) -> None:
+def chart(figure: go.Figure, *, key: str, alt: str, on_range: Callable[[float, float], None] | None = None) -> None:
     """Shows a figure; a constant `key` keeps the reader's zoom over refreshes.
 
     Args:
         figure: the figure.
         key: the same for the same chart in every refresh.
         alt: the chart in one sentence, for those who cannot see it.
+        on_range: called with the ends of a range of x that the reader marked by dragging.
     """
-    st.plotly_chart(figure, key=key, alt=alt, config={"displaylogo": False, "responsive": True})
+    config = {"displaylogo": False, "responsive": True}
+    if on_range is None:
+        st.plotly_chart(figure, key=key, alt=alt, config=config)
+        return
+
+    def marked() -> None:
+        boxes = st.session_state[key]["selection"]["box"]
+        if boxes and len(boxes[-1].get("x", ())) == 2:
+            low, high = sorted(float(x) for x in boxes[-1]["x"])
+            on_range(low, high)
+
+    figure.update_layout(dragmode="select", selectdirection="h")
+    st.plotly_chart(figure, key=key, alt=alt, config=config, on_select=marked, selection_mode="box")

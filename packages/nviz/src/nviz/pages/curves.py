@@ -3,9 +3,10 @@
 
 from typing import Any
 
+import numpy as np
 import streamlit as st
 
-from nviz import charts, queries, series, ui
+from nviz import charts, queries, series, tables, ui
 from nviz.catalog import Entry
 from nviz.queries import Line, Measure
 
@@ -104,6 +105,8 @@ def _index(measure: Measure) -> Line:
 
 def _draw(lines: list[Line], known: dict[str, Measure], view: series.View, logs: dict[str, Any]) -> None:
     """The charts, two a row; every refresh asks only stores that were published anew."""
+    if st.session_state.pop("zoomed", False):
+        st.rerun()  # the range stands in widgets outside this fragment
     chosen = ui.runs_in_view()
     units = {name: measure.unit for name, measure in known.items()}
     with st.container(horizontal=True):
@@ -113,38 +116,62 @@ def _draw(lines: list[Line], known: dict[str, Measure], view: series.View, logs:
     columns = st.columns(2) if len(lines) > 1 else [st.container()]
     for place, line in enumerate(lines):
         with columns[place % len(columns)], ui.guard(line.name):
-            _one(line, known[line.name], chosen, view, units, logs, tall=len(lines) == 1)
+            drawn = _lines(line, chosen, view)
+            height = 340 if len(lines) > 1 else 560
+            _one(line, known[line.name], drawn, view, series.axis_title(view.x, units), {"height": height, **logs})
 
 
-def _one(
-    line: Line,
-    measure: Measure,
-    chosen: list[Entry],
-    view: series.View,
-    units: dict[str, str],
-    logs: dict[str, Any],
-    *,
-    tall: bool,
-) -> None:
+def _lines(line: Line, chosen: list[Entry], view: series.View) -> list[charts.Curve]:
     drawn = []
     for number, entry in enumerate(chosen):
         with ui.guard(f"{entry.key}: {line.name}"):
             drawn.append(series.curve(entry, line, view, number=number, label=entry.key))
+    return drawn
+
+
+def _one(
+    line: Line, measure: Measure, drawn: list[charts.Curve], view: series.View, x_title: str, look: dict[str, Any]
+) -> None:
     indices = ", ".join(
         f"{axis} {index}" for axis in ("layer", "expert", "rank") if (index := getattr(line, axis)) is not None
     )
     title = f"{line.name}, {indices}" if indices else line.name
+    unit = measure.unit if measure.unit != "1" else ""
     figure = charts.curves(
-        drawn,
-        title=title,
-        x_title=series.axis_title(view.x, units),
-        y_title=measure.unit if measure.unit != "1" else "",
-        dates=view.x == "clock",
-        view=f"{view}",
-        height=560 if tall else 340,
-        **logs,
+        drawn, title=title, x_title=x_title, y_title=unit, dates=view.x == "clock", view=f"{view}", **look
     )
-    ui.chart(figure, key=f"curve-{title}", alt=f"{title} against {view.x} of {len(drawn)} runs. {measure.meaning}")
+
+    def zoom(low: float, high: float) -> None:
+        inside = np.concatenate([curve.step[(curve.x >= low) & (curve.x <= high)] for curve in drawn])
+        if len(inside):
+            st.session_state["from"], st.session_state["to"] = int(inside.min()), int(inside.max())
+            st.session_state["zoomed"] = True
+
+    ui.chart(
+        figure,
+        key=f"curve-{title}-{view.first}-{view.last}",
+        alt=f"{title} against {view.x} of {len(drawn)} runs. {measure.meaning}",
+        on_range=None if view.x == "clock" else zoom,
+    )
+
+
+def _downloads(lines: list[Line], view: series.View) -> None:
+    """Every stored value of what is shown, made when the button is pressed."""
+    names = sorted({line.name for line in lines})
+
+    def make(kind: tables.Kind) -> bytes:
+        return tables.table(ui.runs_in_view(), names, first=view.first, last=view.last, kind=kind)
+
+    with st.container(horizontal=True):
+        st.download_button(
+            "CSV", lambda: make("csv"), "metrics.csv", "text/csv", icon=":material/download:", on_click="ignore",
+            help="Every stored value of these metrics and runs in this range, none left out.",
+        )  # fmt: skip
+        st.download_button(
+            "Parquet", lambda: make("parquet"), "metrics.parquet", "application/vnd.apache.parquet",
+            icon=":material/download:", on_click="ignore",
+        )  # fmt: skip
+        st.caption("Drag over a chart to see that range in full detail.")
 
 
 def main() -> None:
@@ -162,6 +189,8 @@ def main() -> None:
     wanted, view, logs = _controls(known)
     lines = [Line(name=measure.name) if measure.scalar else _index(measure) for measure in wanted]
     st.fragment(_draw, run_every=ui.refreshed(chosen))(lines, known, view, logs)
+    if lines:
+        _downloads(lines, view)
 
 
 def _wait() -> None:

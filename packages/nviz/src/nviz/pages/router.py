@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Router health: who receives the tokens, layer by layer, expert by expert, and whether it stays that way."""
 
+import duckdb
 import numpy as np
 import streamlit as st
 
 from nviz import charts, queries, ui
 from nviz.catalog import Entry
-from nviz.queries import Measure
+from nviz.queries import Line, Measure, Points
 
 LOAD = "router/load"
 
@@ -86,6 +87,72 @@ def _slider(entry: Entry, name: str) -> None:
     st.session_state["at"] = None if newest else at
 
 
+PER_LAYER = ("router/max_over_mean", "router/dead_experts", "router/entropy", "router/bias_range")
+
+
+def _history(key: str, name: str, layer: int) -> None:
+    """Along the steps: the experts of one layer, every figure by layer, and what imbalance costs."""
+    entry = ui.entries()[key]
+    store = entry.store()
+    with store.session():
+        measures = store.read("measures", queries.measures)
+        with ui.guard(name):
+            picture, first = store.read(
+                ("history", name, layer), lambda connection: queries.per_layer(connection, name, layer=layer)
+            )
+            if picture.size:
+                title = f"{name} of layer {layer}, by expert"
+                figure = charts.heatmap(
+                    picture, title=title, x=first, x_title="step", y_title="expert", value_title=measures[name].label,
+                    view=f"{key} {layer}", height=360,
+                )  # fmt: skip
+                ui.chart(figure, key="router-history", alt=title)
+            else:
+                st.caption(f"Layer {layer} has no experts.")
+        columns = st.columns(2)
+        others = [m for m in measures.values() if m.layers and not m.experts]
+        others.sort(key=lambda m: (m.name not in PER_LAYER, m.name))
+        for place, measure in enumerate(others):
+            with columns[place % 2], ui.guard(measure.name):
+                _by_layer(entry, measure)
+        with ui.guard("Cost of imbalance"):
+            _cost(entry, measures)
+
+
+def _by_layer(entry: Entry, measure: Measure) -> None:
+    picture, first = entry.store().read(
+        ("layers", measure.name), lambda connection: queries.per_layer(connection, measure.name)
+    )
+    figure = charts.heatmap(
+        picture, title=measure.name, x=first, x_title="step", y_title="layer",
+        value_title=measure.unit if measure.unit != "1" else "", view=entry.key, height=300,
+    )  # fmt: skip
+    ui.chart(figure, key=f"router-{measure.name}", alt=f"{measure.name} by layer and step. {measure.meaning}")
+
+
+def _cost(entry: Entry, measures: dict[str, Measure]) -> None:
+    """Step time against the overload of the fullest rank: what imbalance costs, one point a logged step."""
+    if not {"router/overload", "speed/step_time"} <= set(measures):
+        return
+
+    def ask(connection: duckdb.DuckDBPyConnection) -> tuple[Points, np.ndarray]:
+        found = queries.points(connection, Line(name="router/overload"))
+        return found, queries.values_at(connection, "speed/step_time", found.step)
+
+    found, seconds = entry.store().read("cost", ask)
+    if not len(found.step):
+        return
+    st.metric(
+        "Overload: rows of the fullest rank over the mean",
+        f"{found.value[-1]:.2f}",
+        help="The time of a step is that of the fullest rank; 1 is perfect balance.",
+    )
+    figure = charts.scatter(
+        found.value, seconds, title="Step time against overload", x_title="router/overload", y_title="s", view=entry.key
+    )
+    ui.chart(figure, key="router-cost", alt="Step time against the overload of the fullest rank")
+
+
 def _grids(measures: dict[str, Measure]) -> list[str]:
     return [name for name, measure in measures.items() if measure.layers and measure.experts]
 
@@ -124,6 +191,12 @@ def main() -> None:
     name = name or names[0]
     _slider(entry, name)
     st.fragment(_heatmap, run_every=every)(entry.key, name, relative and measures[name].unit == "fraction")
+    st.subheader("Along the steps")
+    layer = st.number_input(
+        "Layer", min_value=0, max_value=max(measures[name].layers - 1, 1), value=None, key="layer", bind="query-params",
+        persist_state="session", placeholder="last layer",
+    )  # fmt: skip
+    st.fragment(_history, run_every=every)(entry.key, name, measures[name].layers - 1 if layer is None else layer)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the time goes: parts of a step, throughput, memory, the devices, and which rank the others wait for."""
+
+import numpy as np
+import streamlit as st
+
+from nviz import charts, queries, series, ui
+from nviz.catalog import Entry
+from nviz.queries import Line, Measure
+
+PARTS = ("speed/data_wait", "speed/forward_time", "speed/backward_time", "speed/optimizer_time")
+WHOLE = "speed/step_time"
+GROUPS = {
+    "Throughput": ("speed/tokens_per_second", "speed/mfu", "router/overload"),
+    "Memory": ("memory/gpu_peak", "memory/host_rss"),
+    "Devices": ("gpu/utilisation", "gpu/power", "gpu/temperature"),
+    "Pauses": ("speed/checkpoint_time", "speed/eval_time"),
+}
+RANK_TIME = "speed/rank_step_time"
+
+
+def _parts(entry: Entry, measures: dict[str, Measure]) -> None:
+    """Parts of the step stacked below its whole time; what no part accounts for is shown as the rest."""
+    if WHOLE not in measures:
+        return
+    names = [name for name in PARTS if name in measures]
+    whole = entry.store().read("mean-" + WHOLE, lambda connection: queries.points(connection, Line(name=WHOLE)))
+    steps = whole.mean_step
+    stack = {}
+    for name in names:
+        found = entry.store().read(
+            "mean-" + name, lambda connection, name=name: queries.points(connection, Line(name=name))
+        )
+        if len(found.mean):
+            stack[name] = np.interp(steps, found.mean_step, found.mean)
+    rest = np.maximum(whole.mean - sum(stack.values(), np.zeros(len(steps))), 0.0)
+    stack["rest of the step"] = rest
+    ui.chart(
+        charts.stacked(
+            steps, stack, title="Parts of a step, mean of each bucket", x_title="step", y_title="s", view=entry.key
+        ),
+        key="speed-parts",
+        alt="Time of a step by part",
+    )
+
+
+def _ranks(entry: Entry, measures: dict[str, Measure]) -> None:
+    """Step time by rank, and who is slow how often."""
+    if RANK_TIME not in measures:
+        return
+    picture, first = entry.store().read(
+        "ranks", lambda connection: queries.per_layer(connection, RANK_TIME, columns=300)
+    )
+    if picture.shape[0] < 2:
+        return
+    means = entry.store().read("rank-means", lambda connection: queries.means(connection, RANK_TIME, "rank"))
+    slowest = int(np.nanargmax(means))
+    st.metric(
+        "Slowest rank on average",
+        f"rank {slowest}",
+        f"{means[slowest] / np.nanmedian(means) - 1:+.1%} of the median",
+        delta_color="off",
+        help="All ranks wait for the slowest in every step.",
+    )
+    ui.chart(
+        charts.heatmap(
+            picture, title="Step time by rank", x=first, x_title="step", y_title="rank", value_title="s", view=entry.key,
+            height=260 + 4 * min(picture.shape[0], 64),
+        ),
+        key="speed-ranks",
+        alt="Step time by rank and step",
+    )  # fmt: skip
+
+
+def _draw(key: str) -> None:
+    entry = ui.entries()[key]
+    store = entry.store()
+    with store.session():
+        measures = store.read("measures", queries.measures)
+        ui.freshness(entry, step=max((measure.last_step for measure in measures.values()), default=0))
+        with ui.guard("Parts of a step"):
+            _parts(entry, measures)
+        for title, names in GROUPS.items():
+            _group(entry, title, [measures[name] for name in names if name in measures and measures[name].scalar])
+        with ui.guard("Ranks"):
+            _ranks(entry, measures)
+    missing = [name for names in GROUPS.values() for name in names if name not in measures]
+    if missing:
+        st.caption(f"Not written by this run: {', '.join(missing)}.")
+
+
+def _group(entry: Entry, title: str, wanted: list[Measure]) -> None:
+    if not wanted:
+        return
+    st.subheader(title)
+    columns = st.columns(len(wanted))
+    for column, measure in zip(columns, wanted, strict=True):
+        with column, ui.guard(measure.name):
+            line = series.curve(entry, Line(name=measure.name), series.View(), number=0, label=entry.key)
+            unit = measure.unit if measure.unit != "1" else ""
+            ui.chart(
+                charts.curves([line], title=measure.name, x_title="step", y_title=unit, view=entry.key, height=260),
+                key=f"speed-{measure.name}",
+                alt=measure.meaning,
+            )
+
+
+def main() -> None:
+    """The page."""
+    st.title("Speed")
+    entry = ui.focus(ui.runs_in_view())
+    if entry is not None:
+        entry.store().stamp()
+        st.fragment(_draw, run_every=ui.refreshed([entry]))(entry.key)
+
+
+if __name__ == "__main__":
+    main()
