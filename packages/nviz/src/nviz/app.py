@@ -15,6 +15,8 @@ PAGES = {
     "curves": ("Curves", ":material/show_chart:"),
     "router": ("Router", ":material/grid_on:"),
     "speed": ("Speed", ":material/speed:"),
+    "data": ("Data", ":material/database:"),
+    "spikes": ("Spikes", ":material/bolt:"),
 }
 _PAGES_DIR = Path(__file__).parent / "pages"
 _ICON = Path(__file__).parent / "icon.svg"  # an icon by name would be fetched from the network

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from nviz.palette import ACCENT, BAD, MUTED, SEQUENTIAL, line_style
 
-__all__ = ["Curve", "compact", "curves", "heatmap", "scatter", "smooth", "stacked"]
+__all__ = ["Curve", "compact", "curves", "heatmap", "histogram", "mark", "scatter", "smooth", "stacked"]
 
 _MARGIN = {"l": 8, "r": 8, "t": 40, "b": 8}
 
@@ -136,8 +136,19 @@ def curves(
             )
     _layout(figure, title=title, x_title=x_title, y_title=y_title, height=height, view=view)
     figure.update_xaxes(type="date" if dates else "log" if log_x else "linear")
-    figure.update_yaxes(type="log" if log_y else "linear")
+    figure.update_yaxes(type="log" if log_y else "linear", range=None if log_y else _flat_range(lines))
+    figure.update_layout(showlegend=len(lines) > 1 or any(len(line.broken_x) for line in lines))
     return figure
+
+
+def _flat_range(lines: Sequence[Curve]) -> list[float] | None:
+    """A sober range around values that are all but equal, where Plotly would show their last digits; else None."""
+    values = [line.y for line in lines if len(line.y)]
+    if not values:
+        return None
+    low, high = min(float(y.min()) for y in values), max(float(y.max()) for y in values)
+    size = max(abs(low), abs(high))
+    return [low - 0.05 * size, high + 0.05 * size] if size > 0 and high - low < 1e-4 * size else None
 
 
 def _axis(values: np.ndarray, *, dates: bool) -> np.ndarray:
@@ -193,6 +204,33 @@ def scatter(x: np.ndarray, y: np.ndarray, *, title: str, x_title: str, y_title: 
     return figure
 
 
+def mark(figure: go.Figure, steps: Sequence[int]) -> None:
+    """Draws a line across a figure at each step (at most 200)."""
+    for step in steps[:200]:
+        figure.add_vline(x=step, line={"color": BAD, "width": 1, "dash": "dot"})
+
+
+def histogram(values: Mapping[str, np.ndarray], *, title: str, x_title: str, y_title: str) -> go.Figure:
+    """Distributions on common bins, counted here: only the counts are sent.
+
+    Args:
+        values: float64 [N] by name, each with at least one finite value.
+        title, x_title, y_title: names with their units.
+    """
+    whole = np.concatenate([v[np.isfinite(v)] for v in values.values()])
+    edges = np.histogram_bin_edges(whole, bins=min(40, max(10, int(np.sqrt(len(whole))))))
+    figure = go.Figure()
+    for number, (name, mine) in enumerate(values.items()):
+        counts, _ = np.histogram(mine[np.isfinite(mine)], bins=edges)
+        figure.add_bar(
+            x=compact((edges[:-1] + edges[1:]) / 2), y=compact(counts), name=name,
+            marker={"color": line_style(number)["color"]},
+        )  # fmt: skip
+    _layout(figure, title=title, x_title=x_title, y_title=y_title, height=300, view=title)
+    figure.update_layout(barmode="stack", bargap=0.05, showlegend=True)
+    return figure
+
+
 def heatmap(
     picture: np.ndarray,
     *,
@@ -242,6 +280,8 @@ def heatmap(
                 hoverinfo="skip",
             )
     _layout(figure, title=title, x_title=x_title, y_title=y_title, height=height, view=view)
-    figure.update_yaxes(autorange="reversed", gridcolor=MUTED, showgrid=False, zeroline=False)
+    figure.update_yaxes(
+        autorange="reversed", dtick=max(1, -(-len(picture) // 12)), gridcolor=MUTED, showgrid=False, zeroline=False
+    )
     figure.update_xaxes(showgrid=False, zeroline=False)
     return figure

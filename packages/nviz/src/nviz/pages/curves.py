@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import streamlit as st
 
+from nmoe.formats import NmoeError
 from nviz import charts, queries, series, tables, ui
 from nviz.catalog import Entry
 from nviz.queries import Line, Measure
@@ -113,17 +114,29 @@ def _draw(lines: list[Line], known: dict[str, Measure], view: series.View, logs:
         for entry in chosen:
             with ui.guard(entry.key):
                 ui.freshness(entry)
+    readable = [entry for entry in chosen if _readable(entry)]
     columns = st.columns(2) if len(lines) > 1 else [st.container()]
     for place, line in enumerate(lines):
         with columns[place % len(columns)], ui.guard(line.name):
-            drawn = _lines(line, chosen, view)
+            drawn = _lines(line, chosen, readable, view)
             height = 340 if len(lines) > 1 else 560
             _one(line, known[line.name], drawn, view, series.axis_title(view.x, units), {"height": height, **logs})
 
 
-def _lines(line: Line, chosen: list[Entry], view: series.View) -> list[charts.Curve]:
+def _readable(entry: Entry) -> bool:
+    """Whether the store can be read; why not was said once, above the charts."""
+    try:
+        entry.store().read("measures", queries.measures)
+    except NmoeError:
+        return False
+    return True
+
+
+def _lines(line: Line, chosen: list[Entry], readable: list[Entry], view: series.View) -> list[charts.Curve]:
     drawn = []
     for number, entry in enumerate(chosen):
+        if entry not in readable:
+            continue
         with ui.guard(f"{entry.key}: {line.name}"):
             drawn.append(series.curve(entry, line, view, number=number, label=entry.key))
     return drawn
