@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from nmoe.checkpoint.store import CheckpointInfo, verify
 from nmoe.errors import CheckpointError
 
-__all__ = ["load_tensors", "stored_tensors"]
+__all__ = ["load_some", "load_tensors", "stored_tensors"]
 
 
 def stored_tensors(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -48,6 +48,15 @@ def load_tensors(info: CheckpointInfo, tensors: Mapping[str, torch.Tensor]) -> N
             raise CheckpointError(
                 f"{info.path}: {name} is stored as {stored[name]}, the model has {(tuple(tensor.shape), tensor.dtype)}"
             )
+    load_some(info, tensors)
+
+
+def load_some(info: CheckpointInfo, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fills `tensors` from a checkpoint that was verified, whatever else it holds, in place.
+
+    Raises:
+        CheckpointError: a tensor could not be read.
+    """
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

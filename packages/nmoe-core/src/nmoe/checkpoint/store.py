@@ -22,7 +22,16 @@ from typing import Any
 from nmoe.errors import CheckpointError, DataError
 from nmoe.formats.files import inside, read_header, sha256_file, sync_directory, write_json
 
-__all__ = ["CheckpointInfo", "commit", "list_checkpoints", "prune", "read_checkpoint", "remove_leftovers", "verify"]
+__all__ = [
+    "CheckpointInfo",
+    "commit",
+    "find_checkpoint",
+    "list_checkpoints",
+    "prune",
+    "read_checkpoint",
+    "remove_leftovers",
+    "verify",
+]
 
 FORMAT, VERSION = "nmoe-checkpoint", 1
 MANIFEST = "manifest.json"
@@ -111,6 +120,20 @@ def list_checkpoints(directory: Path) -> list[Path]:
         return []
     found = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found) if (path / MANIFEST).is_file()]
+
+
+def find_checkpoint(path: Path) -> CheckpointInfo:
+    """The newest complete checkpoint of a run, or the checkpoint that the path is.
+
+    Raises:
+        CheckpointError: there is none, or its manifest is damaged.
+    """
+    if (path / MANIFEST).is_file():
+        return read_checkpoint(path)
+    found = list_checkpoints(path / "checkpoints")
+    if not found:
+        raise CheckpointError(f"{path}: no complete checkpoint; expected a run's folder or one of its checkpoints")
+    return read_checkpoint(found[-1])
 
 
 def verify(info: CheckpointInfo) -> Iterator[str]:

@@ -5,7 +5,7 @@
 writes the resolved config back.
 """
 
-from nmoe.config.load import load_config, parse_config
+from nmoe.config.load import config_from_tables, load_config, parse_config
 from nmoe.config.rules import changed_keys
 from nmoe.config.schema import (
     Attention,
@@ -38,6 +38,7 @@ __all__ = [
     "Source",
     "Train",
     "changed_keys",
+    "config_from_tables",
     "load_config",
     "parse_config",
 ]

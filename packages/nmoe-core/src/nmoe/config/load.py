@@ -18,7 +18,7 @@ from nmoe.config.rules import violations
 from nmoe.config.schema import Bound, Config
 from nmoe.errors import ConfigError
 
-__all__ = ["load_config", "parse_config"]
+__all__ = ["config_from_tables", "load_config", "parse_config"]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -56,6 +56,11 @@ def parse_config(text: str, *, where: str, name: str, overrides: Sequence[str] =
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{where}: not valid TOML: {error}") from None
+    return config_from_tables(tables, where=where, name=name, overrides=overrides)
+
+
+def config_from_tables(tables: dict[str, Any], *, where: str, name: str, overrides: Sequence[str] = ()) -> Config:
+    """`load_config` for tables that were read already, such as those in the manifest of a checkpoint."""
     origins: dict[str, str] = {}
     for override in overrides:
         _apply_override(tables, override, origins)
