@@ -43,7 +43,7 @@ def _call(program: str, *arguments: object, cwd: Path = ROOT) -> subprocess.Comp
     out, err = io.StringIO(), io.StringIO()
     with contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main([str(argument) for argument in arguments])
-    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+    return subprocess.CompletedProcess([program], code, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +106,7 @@ def test_a_trained_run_opens_in_transformers(run, tmp_path):
         tmp_path / "hf", dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
     tokens = torch.randint(0, 257, (1, 50), generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(load_call(run).logits(tokens), oracle(tokens).logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(load_run(run).logits(tokens), oracle(tokens).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_convert_both_ways_keeps_bf16_weights_and_tokenizer_files(run, tmp_path):
