@@ -322,6 +322,8 @@ def manage(state: State, method: str, path: str, head: bytes, body: bytes) -> tu
         return 200, _store_file(state, head, body)
     if path.endswith("/content"):
         return 200, state.files[path.split("/")[-2]]
+    if path.partition("?")[0].endswith("/batches") and method == "GET":
+        return 200, {"object": "list", "data": list(state.batches.values()), "has_more": False}
     if path.endswith("/batches") and method == "POST":
         return 200, _start_batch(state, json.loads(body))
     if "/batches/" in path:

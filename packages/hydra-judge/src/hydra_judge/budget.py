@@ -84,6 +84,11 @@ class Budget:
         """US dollars for these many tokens; 0 without a price."""
         return self.price.cost(prompt_tokens, answer_tokens) if self.price else 0.0
 
+    @property
+    def reserved(self) -> float:
+        """US dollars that requests in flight may cost."""
+        return self._reserved
+
     def reserve(self, cost: float) -> None:
         """Counts a request that is about to be sent and may cost `cost`.
 

@@ -23,7 +23,7 @@ from hydra_judge.options import (
 from hydra_judge.pack import pack as pack_scored
 from hydra_judge.rubric import load_rubric
 from hydra_judge.score import Reading
-from hydra_judge.session import default_judge, run_score
+from hydra_judge.session import default_judge, run_estimate, run_score
 from nmoe.errors import NmoeError
 from nmoe.formats.shards import open_shards, verify_shards
 
@@ -48,6 +48,17 @@ def group() -> None:
 @judge_options()
 @server_options()
 @reading_options()
+@click.option("--dry-run", is_flag=True, help="Say what it would cost; ask nothing but a pilot, and write no scores.")
+@click.option("--pilot", type=click.IntRange(0), default=0, metavar="N", help="Measure the estimate on N documents.")
+@click.option("--batch", is_flag=True, help="Use the Batch API: cheaper, answers within a day.")
+@click.option(
+    "--batch-poll",
+    type=click.FloatRange(0.1),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Between two looks at a batch.",
+)
 @click.option("--quiet", is_flag=True, help="No progress.")
 def score(**options: Any) -> None:
     """Grade every document of INPUT...
@@ -73,6 +84,20 @@ def score(**options: Any) -> None:
         limit=options["limit"],
     )
     blocks = plan(options["inputs"], block_bytes=options["block_bytes"])
+    if options["dry_run"]:
+        told = asyncio.run(
+            run_estimate(
+                blocks,
+                judge=judge,
+                form=options["answer"],
+                servers=servers,
+                reading=reading,
+                pilot=options["pilot"],
+                batch=options["batch"],
+            )
+        )
+        click.echo("\n".join(told))
+        return
     summary = asyncio.run(
         run_score(
             blocks,
@@ -82,6 +107,7 @@ def score(**options: Any) -> None:
             reading=reading,
             output=options["output"],
             quiet=options["quiet"],
+            batch_poll_s=options["batch_poll"] if options["batch"] else None,
         )
     )
     click.echo(summary)

@@ -79,7 +79,7 @@ class Engine:
         max_outage: float = 7200.0,
     ):
         self._servers = list(servers)
-        self._cache, self._budget, self._model = cache, budget, model
+        self.cache, self.budget, self._model = cache, budget, model
         self._deadline, self._max_outage = deadline, max_outage
         self._queue: list[tuple[int, int, Request, asyncio.Future[int]]] = []
         self._ticket = itertools.count()
@@ -98,7 +98,7 @@ class Engine:
     @property
     def spent(self) -> float:
         """US dollars billed so far."""
-        return self._budget.spent
+        return self.budget.spent
 
     @property
     def stopping(self) -> bool:
@@ -113,7 +113,7 @@ class Engine:
             StoppedError, BudgetError, EnvironmentFault: if the run stops.
             ServerError: after `request.faults_allowed` faults.
         """
-        known = self._cache.get(request.key)
+        known = self.cache.get(request.key)
         if known is not None:
             self.counts["cached"] += 1
             return known
@@ -180,19 +180,19 @@ class Engine:
     async def _send(self, request: Request, number: int) -> Reply:
         """Sends a request whose slot and money are reserved, and keeps the answer."""
         endpoint, backend = self._servers[number]
-        reserved = self._budget.cost(request.prompt_tokens, request.answer_tokens)
-        known = self._cache.get(request.key)  # another process may have paid meanwhile
+        reserved = self.budget.cost(request.prompt_tokens, request.answer_tokens)
+        known = self.cache.get(request.key)  # another process may have paid meanwhile
         if known is not None:
             endpoint.abandoned()
-            self._budget.settle(reserved=reserved, cost=0.0)
-            self._budget.requests -= 1
+            self.budget.settle(reserved=reserved, cost=0.0)
+            self.budget.requests -= 1
             self.counts["cached"] += 1
             return known
         self.counts["requests"] += 1
         bill = 0.0
         try:
             reply = await backend.chat(request.body)
-            bill = self._budget.cost(reply.prompt_tokens, reply.completion_tokens)
+            bill = self.budget.cost(reply.prompt_tokens, reply.completion_tokens)
         except RejectedError:
             endpoint.succeeded(estimated=request.tokens, used=0)
             raise
@@ -206,11 +206,11 @@ class Engine:
             endpoint.abandoned()
             raise
         finally:
-            self._budget.settle(reserved=reserved, cost=bill)
+            self.budget.settle(reserved=reserved, cost=bill)
         endpoint.succeeded(estimated=request.tokens, used=reply.prompt_tokens + reply.completion_tokens)
         self.counts.update(answers=1, prompt_tokens=reply.prompt_tokens, answer_tokens=reply.completion_tokens)
         try:
-            await self._cache.put(request.key, reply, model=self._model)
+            await self.cache.put(request.key, reply, model=self._model)
         except EnvironmentFault as fault:
             self.stop(fault)
             raise
@@ -246,7 +246,7 @@ class Engine:
                 self._again(min(waits))
                 return
             try:
-                self._budget.reserve(self._budget.cost(request.prompt_tokens, request.answer_tokens))
+                self.budget.reserve(self.budget.cost(request.prompt_tokens, request.answer_tokens))
             except BudgetError as reached:
                 self.stop(reached)
                 return

@@ -40,7 +40,8 @@ class TokenBucket:
         self.level = burst if self.time is None else min(burst, self.level + (now - self.time) * rate)
         self.time = now
         # An amount larger than the burst passes when the bucket is full, and is paid back afterwards.
-        return max(0.0, (min(amount, burst) - self.level) / rate)
+        wait = (min(amount, burst) - self.level) / rate
+        return wait if wait > 1e-6 else 0.0
 
     def draw(self, amount: float) -> None:
         """Takes `amount` (negative: gives back)."""

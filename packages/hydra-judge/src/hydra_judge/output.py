@@ -25,7 +25,7 @@ from nmoe.errors import DataError
 from nmoe.formats.documents import FORMAT, HEADER, VERSION, Reject, ScoredDocument, ScoredWriter, open_scored
 from nmoe.formats.files import replace_durably, write_json
 
-__all__ = ["BlockWriter", "block_folder", "finished_blocks", "join_blocks", "prepare", "quarantined"]
+__all__ = ["QUARANTINE", "BlockWriter", "block_folder", "finished_blocks", "join_blocks", "prepare", "quarantined"]
 
 QUARANTINE = "quarantine.jsonl"
 
@@ -54,8 +54,9 @@ def prepare(output: Path, *, settings: Mapping[str, Any], model: str) -> None:
         DataError: if it holds scores of another rubric, model or form, or other files.
     """
     wanted = {**json.loads(json.dumps(settings)), "model": model}
-    blocks = sorted((output / "blocks").glob("*")) if (output / "blocks").is_dir() else []
-    if not blocks and output.exists() and any(output.iterdir()):
+    ours = (output / "blocks").is_dir()
+    blocks = sorted((output / "blocks").glob("*")) if ours else []
+    if not ours and output.exists() and any(output.iterdir()):
         raise DataError(f"{output}: holds files that are no scores; choose another folder")
     for folder in blocks:
         header = _block_header(output, int(folder.name)) if folder.name.isdigit() else None

@@ -19,15 +19,17 @@ from hydra_judge.budget import Budget, load_price
 from hydra_judge.cache import Cache, default_cache_path
 from hydra_judge.corpus import Block
 from hydra_judge.engine import Engine, StoppedError
+from hydra_judge.estimate import survey, with_pilot
 from hydra_judge.judge import Judge, choose_form
 from hydra_judge.limits import Endpoint, TokenBucket
-from hydra_judge.output import finished_blocks, join_blocks, prepare
+from hydra_judge.output import QUARANTINE, finished_blocks, join_blocks, prepare
 from hydra_judge.progress import Progress
 from hydra_judge.rubric import Rubric
 from hydra_judge.score import Reading, score_blocks
-from nmoe.errors import ConfigError
+from nmoe.errors import ConfigError, DataError
+from nmoe.formats.documents import HEADER
 
-__all__ = ["Servers", "make_engine", "make_judge", "run_score"]
+__all__ = ["Servers", "make_engine", "make_judge", "run_estimate", "run_score"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,6 +170,61 @@ def default_judge(
     )
 
 
+async def run_estimate(
+    blocks: Sequence[Block], *, judge: Judge, form: str, servers: Servers, reading: Reading, pilot: int, batch: bool
+) -> list[str]:
+    """What `run_score` would cost, in lines; asks for `pilot` documents only."""
+    price = load_price(servers.prices, model=servers.model) if servers.prices else None
+    if not pilot:
+        cache = Cache(servers.cache)
+        judge = replace(judge, form="json_schema" if form == "auto" else form)
+        found = await survey(blocks, judge=judge, cache=cache, reading=reading, pilot=0)
+        cache.close()
+        return found.lines(price, batch=batch)
+    async with make_engine(servers) as engine:
+        judge = await make_judge(engine, judge, form=form)
+        engine.counts.clear()
+        found = await survey(blocks, judge=judge, cache=engine.cache, reading=reading, pilot=pilot)
+        in_flight = servers.concurrency * len(servers.urls)
+        return (await with_pilot(found, judge=judge, engine=engine, concurrency=in_flight)).lines(price, batch=batch)
+
+
+async def _fill_by_batch(
+    engine: Engine,
+    blocks: Sequence[Block],
+    *,
+    judge: Judge,
+    servers: Servers,
+    reading: Reading,
+    output: Path,
+    poll_s: float,
+    quiet: bool,
+) -> None:
+    from hydra_judge.backends.openai import make_client
+    from hydra_judge.batch import BatchRun
+
+    if len(servers.urls) != 1:
+        raise ConfigError("--batch: takes one --base-url")
+    key = os.environ.get(servers.api_key_env)
+    client = make_client(_weight(servers.urls[0])[0], api_key=key, timeout=max(servers.timeout, 600.0), connections=8)
+
+    def say(text: str) -> None:
+        if not quiet:
+            sys.stderr.write(f"{text}\n")
+
+    async with client.with_options(max_retries=5):
+        run = BatchRun(
+            client.with_options(max_retries=5),
+            judge=judge,
+            cache=engine.cache,
+            budget=engine.budget,
+            output=output,
+            poll_s=poll_s,
+            say=say,
+        )
+        await run.fill(blocks, reading)
+
+
 async def run_score(
     blocks: Sequence[Block],
     *,
@@ -177,6 +234,7 @@ async def run_score(
     reading: Reading,
     output: Path,
     quiet: bool,
+    batch_poll_s: float | None = None,
 ) -> str:
     """Scores what is not scored yet and completes the folder.
 
@@ -188,6 +246,7 @@ async def run_score(
         reading: how the corpus is read.
         output: folder of the run.
         quiet: no progress on standard error.
+        batch_poll_s: use the Batch API and look at it every so many seconds; None asks directly.
 
     Returns:
         A summary in one line.
@@ -202,6 +261,17 @@ async def run_score(
         progress = Progress([block for _, block in left], stream=None if quiet else sys.stderr)
         shown = asyncio.create_task(progress.show(engine))
         try:
+            if batch_poll_s is not None:
+                await _fill_by_batch(
+                    engine,
+                    [block for _, block in left],
+                    judge=judge,
+                    servers=servers,
+                    reading=reading,
+                    output=output,
+                    poll_s=batch_poll_s,
+                    quiet=quiet,
+                )
             await score_blocks(
                 left,
                 judge=lambda document, order: judge.document(document, engine.ask, order=order),
@@ -218,6 +288,10 @@ async def run_score(
             await engine.drain()
             _record(output, engine, progress, began)
         header = join_blocks(output, blocks, settings=settings, model=judge.model)
+        if not header["documents"]:
+            (output / HEADER).unlink()
+            listed = ", ".join(f"{count} {name}" for name, count in header["quarantined"].items()) or "no line"
+            raise DataError(f"no document in the input ({listed}); see {output / QUARANTINE}")
         return _summary(header, engine)
 
 

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dirty corpora: every kind of dirt is set aside with path, line and reason, and everything else is scored."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+GOOD = json.dumps({"id": "good", "text": "A sentence that can be judged. [[score=4]]"}).encode()
+
+
+def dirty_corpus(folder: Path) -> dict[str, list[tuple[int, str]]]:
+    """Writes a folder of dirt; returns (line, reason) that must be quarantined, by file. Each file has a good document."""
+    folder.mkdir()
+    body = b"\n".join(
+        [
+            b"\xef\xbb\xbf" + GOOD + b"\r",
+            b'{"id": "2", "text": ""}',
+            b'{"id": "3", "text": null}',
+            b'{"id": "4", "text": 17}',
+            b'{"id": "5", "text": "\xff\xfe broken"}',
+            b'{"id": "6", "text": "nul \\u0000 byte"}',
+            b'{"id": "7", "text": "half \\ud800 a pair"}',
+            b'{"id": "good", "text": "Another text of the same id."}',
+            b'["no object"]',
+            b'{"id": "10", "body": "no text"}',
+            b"[" * 100_000,
+            b"",
+            b'{"id": "13", "text": "' + b"x" * 5000 + b'"}',
+            b'{"id": "14", "text": "half a li',
+        ]
+    )
+    (folder / "a.jsonl").write_bytes(body)
+    packed = gzip.compress((GOOD + b"\n") + b"".join(b'{"text": "filler %d"}\n' % n for n in range(3000)))
+    (folder / "b.jsonl.gz").write_bytes(packed[: len(packed) // 2])
+    lines = GOOD + b"\n" + b"".join(b'{"text": "filler number %d"}\n' % (n * n * 7919) for n in range(5000))
+    packed = zstandard.compress(lines)
+    (folder / "c.jsonl.zst").write_bytes(packed[: len(packed) // 2])
+    (folder / "d.jsonl.gz").write_bytes(b"this is no gzip")
+    (folder / "e.jsonl.zst").write_bytes(b"this is no zstd")
+    table = pyarrow.table({"id": ["good", "r2", "r3", "r4"], "text": ["A row. [[score=4]]", None, "", "y" * 5000]})
+    pyarrow.parquet.write_table(table, folder / "f.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"id": ["1"], "body": ["no text"]}), folder / "g.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), folder / "h.parquet")
+    (folder / "i.parquet").write_bytes(b"PAR1 no parquet PAR1")
+    (folder / "j.arrow").write_bytes(b"ARROW1 no arrow")
+    (folder / "k.jsonl").write_bytes(b"")
+    (folder / "l.txt").write_bytes(b"latin \xe9\xe8")
+    (folder / "m.txt").write_bytes(b" \n ")
+    (folder / "n.txt.gz").write_bytes(gzip.compress(b"A packed text. [[score=1]]"))
+    (folder / "o.txt").write_bytes(b"z" * 5000)
+    return {
+        "a.jsonl": [
+            (2, "empty_text"), (3, "not_text"), (4, "not_text"), (5, "bad_utf8"), (6, "nul_byte"), (7, "lone_surrogate"),
+            (8, "duplicate_id"), (9, "not_an_object"), (10, "missing_text"), (11, "too_large"), (13, "too_large"), (14, "bad_json"),
+        ],
+        "d.jsonl.gz": [(1, "bad_compression")],
+        "e.jsonl.zst": [(1, "bad_compression")],
+        "f.parquet": [(2, "not_text"), (3, "empty_text"), (4, "too_large")],
+        "g.parquet": [(0, "missing_text")],
+        "h.parquet": [(1, "not_text"), (2, "not_text")],
+        "i.parquet": [(0, "damaged")],
+        "j.arrow": [(0, "damaged")],
+        "l.txt": [(0, "bad_utf8")],
+        "m.txt": [(0, "empty_text")],
+        "o.txt": [(0, "too_large")],
+    }  # fmt: skip
+
+
+def test_every_kind_of_dirt_is_quarantined_with_line_and_reason(tmp_path, serve, score, scored):
+    expected = dirty_corpus(tmp_path / "in")
+    score(serve(), "in", "--max-document-bytes", "4000", "--concurrency", "64")
+    found: dict[str, list[tuple[int, str]]] = {}
+    for line in (tmp_path / "scored" / "quarantine.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        found.setdefault(record["path"], []).append((record["line"], record["reason"]))
+    for name in ("b.jsonl.gz", "c.jsonl.zst"):
+        ((line, reason),) = found.pop(name)
+        assert (reason, line > 1) == ("truncated", True)
+    assert found == expected
+    documents = scored()
+    good = [one["source"] for one in documents if one["id"] == "good"]
+    assert good == ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "f.parquet"]
+    assert sum(1 for one in documents if one["source"] == "c.jsonl.zst") > 300
+    assert all(one["outcome"] == "ok" for one in documents)
+
+
+@pytest.mark.parametrize("body", [b"", b"\n\n", b'{"text": ""}\n'])
+def test_a_corpus_without_documents_is_an_error(body, tmp_path, serve, score):
+    (tmp_path / "in.jsonl").write_bytes(body)
+    assert "no document" in score(serve(), "in.jsonl", expect=2).stderr
+
+
+def test_standard_input_and_other_keys(serve, score, scored):
+    lines = "".join(json.dumps({"key": f"s{n}", "body": f"Piped text {n}. [[score=2]]"}) + "\n" for n in range(5))
+    score(serve(), "-", "--text-key", "body", "--id-key", "key", stdin=lines)
+    assert [(one["id"], one["source"], one["line"], one["score"]) for one in scored()] == [
+        (f"s{n}", "stdin", n + 1, 2.0) for n in range(5)
+    ]
+
+
+def test_two_files_of_one_name_are_told_apart(tmp_path, serve, score, scored):
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.jsonl").write_bytes(GOOD)
+    score(serve(), "one/x.jsonl", "two/x.jsonl", "one/*.jsonl")
+    assert [one["source"] for one in scored()] == ["one/x.jsonl", "two/x.jsonl"]
