@@ -6,7 +6,7 @@ from pathlib import Path
 import streamlit as st
 
 from nmoe.formats import NmoeError
-from nviz import ui
+from nviz import alerts, ui
 
 __all__ = ["PAGES", "main"]
 
@@ -17,7 +17,9 @@ PAGES = {
     "speed": ("Speed", ":material/speed:"),
     "data": ("Data", ":material/database:"),
     "spikes": ("Spikes", ":material/bolt:"),
+    "alerts": ("Alerts", ":material/notifications:"),
 }
+SHOWN_ALERTS = 4
 _PAGES_DIR = Path(__file__).parent / "pages"
 _ICON = Path(__file__).parent / "icon.svg"  # an icon by name would be fetched from the network
 # Streamlit leaves a fifth of a 1280 px window empty; a dashboard needs it.
@@ -42,9 +44,25 @@ def main() -> None:
     if not known:
         _explain()
         return
-    ui.choose_runs(known)
+    chosen = ui.choose_runs(known)
+    watched = [*chosen, *(entry for entry in known.values() if entry.live and entry not in chosen)]
+    st.fragment(_alerts, run_every=ui.refreshed(watched))([entry.key for entry in watched])
     with ui.guard(page.title):
         page.run()
+
+
+def _alerts(keys: list[str]) -> None:
+    """The rules that hold for the runs in view and for every running one: on every page, errors first."""
+    with ui.guard("Alerts"):
+        rules = alerts.load_rules(ui.settings().alerts)
+        known = ui.entries()
+        found = [alert for key in keys if key in known for alert in alerts.try_rules(known[key], rules)]
+        found.sort(key=lambda alert: alerts.LEVELS.index(alert.rule.level))
+        for alert in found[:SHOWN_ALERTS]:
+            icon = ":red[:material/error:]" if alert.rule.level == "error" else ":orange[:material/warning:]"
+            st.caption(f"{icon} **{alert.run}: {alert.rule.name}.** {alert.text}")
+        if len(found) > SHOWN_ALERTS:
+            st.caption(f"{len(found) - SHOWN_ALERTS} more on the page Alerts.")
 
 
 @st.fragment(run_every=ui.REFRESH_S)

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nviz`: the dashboard as a command, also where only its wheel is installed.
+"""`nviz`: the dashboard as a command, also where only its wheel is installed, and `nviz export RUN`.
 
 `nviz` starts Streamlit on the script inside the package, whose folder holds the same server settings as
 `streamlit run nviz` uses: loopback only, no usage statistics.
 """
 
 import argparse
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nmoe.formats import NmoeError
-from nviz.settings import add_arguments, from_arguments
+from nmoe.formats import DataError, NmoeError
+from nviz.catalog import list_entries
+from nviz.settings import Settings, SettingsError, add_arguments, from_arguments
 
 __all__ = ["main"]
 
@@ -22,23 +22,62 @@ SCRIPT = Path(__file__).parent / "serve" / "streamlit_app.py"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="nviz", description="See what the model is doing, while it does it.")
-    add_arguments(parser)
-    parser.add_argument("--port", type=int, default=8501, help="port on 127.0.0.1 (default: %(default)s)")
-    parsed = parser.parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        chosen = from_arguments(parsed)
+        return _export(words[1:]) if words[:1] == ["export"] else _serve(words)
     except NmoeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    words = [word for root in chosen.runs for word in ("--runs", str(root))]
-    words += [word for root in chosen.data for word in ("--data", str(root))]
-    words += ["--alerts", str(chosen.alerts)] if chosen.alerts else []
-    command = [sys.executable, "-m", "streamlit", "run", str(SCRIPT), "--server.port", str(parsed.port), "--", *words]
-    try:
-        return subprocess.call(command, env=os.environ)
     except KeyboardInterrupt:
         return 0
+
+
+def _serve(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="nviz",
+        description="See what the model is doing, while it does it.",
+        epilog="`nviz export RUN` writes one run as a single HTML file; see `nviz export --help`.",
+    )
+    add_arguments(parser)
+    parser.add_argument("--port", type=int, default=8501, help="port on 127.0.0.1 (default: %(default)s)")
+    parsed = parser.parse_args(words)
+    chosen = from_arguments(parsed)
+    flags = [word for root in chosen.runs for word in ("--runs", str(root))]
+    flags += [word for root in chosen.data for word in ("--data", str(root))]
+    flags += ["--alerts", str(chosen.alerts)] if chosen.alerts else []
+    command = [sys.executable, "-m", "streamlit", "run", str(SCRIPT), "--server.port", str(parsed.port), "--", *flags]
+    return subprocess.call(command)
+
+
+def _export(words: list[str]) -> int:
+    from nviz.report import report  # Plotly is loaded only where it is used
+
+    parser = argparse.ArgumentParser(
+        prog="nviz export", description="Write a run as one HTML file that needs nothing else."
+    )
+    parser.add_argument("run", metavar="RUN", help="the run's name below --runs, or its folder")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="file to write (default: RUN.html; - for stdout)")
+    add_arguments(parser)
+    parsed = parser.parse_args(words)
+    chosen, key = from_arguments(parsed), parsed.run
+    if Path(key).is_dir() and (Path(key) / "run.json").is_file():
+        chosen = Settings(runs=(Path(key).resolve().parent,), data=chosen.data)
+        key = Path(key).resolve().name
+    entries = list_entries(chosen)
+    if key not in entries:
+        names = ", ".join(list(entries)[:8]) or "none"
+        raise DataError(f"{parsed.run}: no such run below {', '.join(map(str, chosen.runs))}; expected one of: {names}")
+    text = report(entries[key])
+    if str(parsed.output) == "-":
+        sys.stdout.write(text)
+        return 0
+    output = parsed.output or Path(f"{key.replace('/', '-')}.html")
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"{output}: cannot be written ({error.strerror})") from None
+    print(output)
+    return 0
 
 
 if __name__ == "__main__":
