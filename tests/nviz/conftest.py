@@ -39,8 +39,10 @@ def fleet(write_run: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """A folder of runs in every state that a dashboard meets."""
     root = tmp_path_factory.mktemp("fleet") / "runs"
     make, Values = write_run.make_run, write_run.Values
+    batches = write_run.make_data(root.parent / "data")
     make(root, "baseline", values=Values(seed=1), steps=300)
-    make(root, "spiky", values=Values(seed=2, spike=220), steps=300, config={"moe": {"num_experts": 16, "top_k": 4}})
+    top_4 = {"moe": {"num_experts": 16, "top_k": 4}}
+    make(root, "spiky", values=Values(seed=2, spike=220), steps=300, batches=batches, config=top_4)
     make(root, "crashed", steps=60, status="failed", error="RuntimeError: device lost", values=Values(seed=3))
     make(root, "silent", steps=60, status="stale")
     broken = {20: {"train/loss": float("nan")}, 30: {"train/loss": float("inf")}, 59: {"train/loss": float("nan")}}
@@ -64,7 +66,9 @@ def page(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AppTest]:
     """Opens a page as a browser at an address would: page(root, "curves", run=["a", "b"])."""
 
     def open_page(root: Path, name: str = "runs", *flags: str, **query: str | list[str]) -> AppTest:
-        monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--runs", str(root), *flags])
+        monkeypatch.setattr(
+            sys, "argv", [str(SCRIPT), "--runs", str(root), "--data", str(root.parent / "data"), *flags]
+        )
         app = AppTest.from_file(str(SCRIPT), default_timeout=60)
         for key, value in query.items():
             app.query_params[key] = value

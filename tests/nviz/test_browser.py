@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dashboard in a real browser."""
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Literal
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
@@ -20,6 +23,19 @@ def browser(chromium: str) -> Iterator[Browser]:
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="module")
+def dashboard(fleet: Path, serve: Callable[..., str]) -> str:
+    return serve("--runs", str(fleet), "--data", str(fleet.parent / "data"))
+
+
+@pytest.fixture(scope="module")
+def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where screenshots go: to be looked at if NVIZ_SCREENSHOTS names a folder."""
+    folder = Path(os.environ.get("NVIZ_SCREENSHOTS") or tmp_path_factory.mktemp("screenshots"))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 @pytest.fixture
@@ -68,6 +84,89 @@ def test_browser_shows_a_run_while_it_is_written(trainer: Path, serve: Callable[
     tab.get_by_role("link", name="Router").click()
     expect(tab.get_by_text(re.compile("6 layers x 16 experts"))).to_be_visible(timeout=60_000)
     settled(tab)
+
+
+PAGES = ("Runs", "Curves", "Router", "Speed", "Data", "Spikes", "Alerts")
+STATES = ("no_rows", "unpublished", "broken_values", "crashed", "silent", "newer", "truncated", "unreadable")
+
+
+def visit(tab: Page, name: str) -> None:
+    """Goes to a page by its link and waits until it is drawn."""
+    tab.get_by_role("link", name=name, exact=True).click()
+    expect(tab.locator("[data-testid=stMain] h1").first).to_have_text(name, timeout=60_000)
+    settled(tab)
+
+
+@pytest.mark.parametrize("run", STATES)
+def test_browser_shows_every_page_of_a_run_in_any_state(run: str, fleet: Path, dashboard: str, tab: Page):
+    tab.goto(f"{dashboard}/?run={run}")
+    for name in PAGES:
+        visit(tab, name)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_browser_shows_every_page_in_both_themes(
+    theme: Literal["light", "dark"], fleet: Path, dashboard: str, tab: Page, screenshots: Path
+):
+    tab.emulate_media(color_scheme=theme)
+    tab.goto(f"{dashboard}/?run=spiky&run=live")
+    for name in PAGES:
+        visit(tab, name)
+        if name not in ("Runs", "Alerts"):
+            expect(tab.locator(".js-plotly-plot .main-svg").first).to_be_visible(timeout=60_000)
+        tab.wait_for_timeout(300)  # charts fade in
+        height = tab.evaluate("document.querySelector('[data-testid=stMain]').scrollHeight")
+        tab.set_viewport_size({"width": 1280, "height": min(max(900, height), 3000)})
+        tab.wait_for_timeout(300)
+        tab.screenshot(path=str(screenshots / f"{name.lower()}-{theme}.png"))
+        wide = tab.evaluate("document.querySelector('[data-testid=stMain]').scrollWidth")
+        assert wide <= tab.evaluate("document.querySelector('[data-testid=stMain]').clientWidth")
+        tab.set_viewport_size({"width": 1280, "height": 900})
+
+
+def test_browser_gets_little_of_ten_million_rows(
+    write_run: ModuleType, tmp_path: Path, serve: Callable[..., str], tab: Page
+):
+    write_run.make_large(tmp_path, "large")
+    received: list[int] = []
+    tab.on("websocket", lambda socket: socket.on("framereceived", lambda frame: received.append(len(frame))))
+    tab.goto(f"{serve('--runs', str(tmp_path))}/?run=large")
+    settled(tab)
+    for name in PAGES:
+        received.clear()
+        visit(tab, name)
+        if name == "Router":
+            expect(tab.get_by_text("61 layers x 256 experts").first).to_be_visible(timeout=60_000)
+        assert sum(received) <= 1_000_000, (name, sum(received))
+
+
+def test_browser_explains_where_there_is_no_run_and_goes_on_when_there_is(
+    write_run: ModuleType, tmp_path: Path, serve: Callable[..., str], tab: Page
+):
+    tab.goto(serve("--runs", str(tmp_path / "runs")))
+    expect(tab.get_by_role("heading", name="No run yet")).to_be_visible(timeout=60_000)
+    write_run.make_run(tmp_path / "runs", "first", steps=5)
+    expect(tab.get_by_role("heading", name="Runs")).to_be_visible(timeout=30_000)
+    settled(tab)
+
+
+def test_browser_zooms_into_a_range_at_full_detail(fleet: Path, dashboard: str, tab: Page):
+    tab.goto(f"{dashboard}/curves?run=baseline&metric=train%2Floss")
+    settled(tab)
+    plot = tab.locator(".js-plotly-plot .nsewdrag").first
+    expect(plot).to_be_visible(timeout=60_000)
+    box = plot.bounding_box()
+    assert box is not None
+    tab.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 50)
+    tab.mouse.down()
+    tab.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 80, steps=8)
+    tab.mouse.up()
+    expect(tab).to_have_url(re.compile(r"from=\d+.*to=\d+|to=\d+.*from=\d+"), timeout=30_000)
+    settled(tab)
+    low, high = (int(re.findall(rf"{name}=(\d+)", tab.url)[0]) for name in ("from", "to"))
+    assert 60 < low < 120 < high < 220
+    tab.get_by_role("button", name="Whole range").click()
+    expect(tab).not_to_have_url(re.compile("from="))
 
 
 def test_browser_shows_the_view_that_an_address_names(

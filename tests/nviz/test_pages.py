@@ -2,6 +2,7 @@
 """Every page on every kind of run: right figures, one line for a fault, never a traceback."""
 
 import base64
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from streamlit.testing.v1 import AppTest
 
 Open = Callable[..., AppTest]
 Spec = Callable[[object], dict]
-PAGES = ("runs", "curves", "router")
+PAGES = ("runs", "curves", "router", "speed", "data", "spikes", "alerts")
 RUNS = (
     "baseline",
     "crashed",
@@ -194,3 +195,100 @@ def test_run_folders_that_are_links_out_of_the_root_are_not_runs(write_run: Modu
     assert not app.exception
     assert not app.get("plotly_chart")
     assert any("outside" in error.value for error in app.error)
+
+
+def test_speed_stacks_the_parts_up_to_the_whole_step(fleet: Path, page: Open, spec: Spec):
+    figure = charts(page(fleet, "speed", run=["baseline"]), spec)["Parts of a step, mean of each bucket"]
+    whole = sum(numbers(trace["y"]) for trace in figure["data"])
+    with duckdb.connect(str(fleet / "baseline" / "metrics.duckdb"), read_only=True) as store:
+        stored = store.execute("SELECT value FROM metrics WHERE name = 'speed/step_time' ORDER BY step").fetchnumpy()[
+            "value"
+        ]
+    assert np.allclose(whole, stored, rtol=1e-5)
+    assert figure["data"][-1]["name"] == "rest of the step"
+
+
+def test_router_history_shows_the_layer_that_was_asked_for(fleet: Path, page: Open, spec: Spec):
+    figures = charts(page(fleet, "router", run=["baseline"], layer="2"), spec)
+    picture = numbers(figures["router/load of layer 2, by expert"]["data"][0]["z"])
+    with duckdb.connect(str(fleet / "baseline" / "metrics.duckdb"), read_only=True) as store:
+        stored = store.execute(
+            "SELECT value FROM metrics WHERE name = 'router/load' AND layer = 2 ORDER BY expert, step"
+        ).fetchnumpy()["value"]
+    assert np.allclose(picture.ravel(), stored, rtol=1e-6)
+
+
+def test_spike_is_traced_to_its_document_and_what_the_judge_said(fleet: Path, page: Open):
+    app = page(fleet, "spikes", run=["spiky"])
+    assert not app.exception
+    assert "at step 22" in app.selectbox[0].value
+    table = app.dataframe[0].value
+    assert set(table["document"]) == {"crawl/junk"}
+    assert sorted(set(table["step"])) == [220, 221, 222, 223]
+    assert table["tokens"].sum() == 16 * 129
+    assert any("Symbols without a word." in text.value for text in app.text)
+    assert any("Judge's score: **0**" in text.value for text in app.markdown)
+
+
+def test_spikes_name_the_shards_that_may_not_be_shown(write_run: ModuleType, tmp_path: Path, page: Open):
+    batches = write_run.make_data(tmp_path / "private" / "data")
+    write_run.make_run(tmp_path / "runs", "spiky", values=write_run.Values(spike=220), steps=240, batches=batches)
+    app = page(tmp_path / "runs", "spikes", run=["spiky"])
+    assert not app.exception
+    assert any("--data DIR" in warning.value for warning in app.warning)
+    assert not app.dataframe
+
+
+def test_data_shows_manifest_share_seen_and_a_decoded_document(fleet: Path, page: Open):
+    app = page(fleet, "data", run=["spiky"], corpus="data/demo", shard="shard-00000.npy", entry="0")
+    assert not app.exception
+    seen = app.dataframe[0].value
+    assert seen["data"].tolist() == ["data/demo"]
+    assert seen["tokens seen"].tolist() == [300 * 4 * 129]
+    figures = {metric.label: metric.value for metric in app.metric}
+    assert figures["Documents"] == "41"
+    html = "".join(block.proto.body for block in app.get("html"))
+    assert "statement" in "".join(re.findall(r">([^<]*)</span>", html))
+
+
+def test_data_shows_the_judges_words(fleet: Path, page: Open):
+    app = page(fleet, "data", run=["spiky"], corpus="data/scored")
+    table = app.dataframe[-1].value
+    assert table.set_index("document").loc["crawl/junk", "reason"] == "Symbols without a word."
+    assert len(table) == 41
+
+
+def test_data_verification_finds_a_changed_byte(write_run: ModuleType, tmp_path: Path, page: Open):
+    write_run.make_data(tmp_path / "data")
+    write_run.make_run(tmp_path / "runs", "mine", steps=5)
+    app = page(tmp_path / "runs", "data", run=["mine"], corpus="data/demo")
+    next(button for button in app.button if "Verify" in button.label).click().run()
+    assert app.success
+    shard = tmp_path / "data" / "demo" / "shard-00000.npy"
+    data = bytearray(shard.read_bytes())
+    data[500] ^= 1
+    shard.write_bytes(data)
+    next(button for button in app.button if "Verify" in button.label).click().run()
+    assert any("SHA-256" in error.value for error in app.error)
+
+
+def test_alerts_stand_on_every_page_and_name_what_holds(fleet: Path, page: Open):
+    for name in PAGES:
+        lines = "\n".join(caption.value for caption in page(fleet, name, run=["broken_values"]).caption)
+        assert "broken_values: loss is not finite.** train/loss was NaN or infinite 3 times, steps 20 to 59" in lines
+    table = page(fleet, "alerts").dataframe[0].value
+    held = set(zip(table["run"], table["rule"], strict=True))
+    assert {("crashed", "run died"), ("silent", "run died"), ("truncated", "metrics cannot be read")} <= held
+    assert ("baseline", "run died") not in held
+    assert ("baseline", "loss is not finite") not in held
+
+
+def test_alert_rules_come_from_a_file(fleet: Path, page: Open, tmp_path: Path):
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[[rule]]\nname = "hot"\nkind = "above"\nmetric = "gpu/temperature"\nlimit = 40\n')
+    table = page(fleet, "alerts", "--alerts", str(rules)).dataframe[0].value
+    assert "hot" in set(table[table["run"] == "baseline"]["rule"])
+    rules.write_text('[[rule]]\nname = "hot"\nkind = "above"\nmetrik = "gpu/temperature"\n')
+    app = page(fleet, "alerts", "--alerts", str(rules))
+    assert not app.exception
+    assert any("unknown key 'metrik'; did you mean 'metric'?" in error.value for error in app.error)

@@ -9,12 +9,16 @@ import json
 import math
 import time
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import duckdb
 import numpy as np
 
+from nmoe.formats.documents import ScoredDocument, ScoredWriter
 from nmoe.formats.metrics import STORE, MetricWriter
 from nmoe.formats.runs import RUN_FILE, RunRecord
+from nmoe.formats.shards import ShardWriter, open_shards
+from nmoe.formats.tokenizers import load_tokenizer
 
 CONFIG = {
     "run": {"name": "demo", "seed": 0},
@@ -85,6 +89,55 @@ class Values:
             writer.log_array(step, "router/bias_range", 0.02 + 0.001 * step * np.arange(self.layers), axes=("layer",))
 
 
+def make_data(root: Path, *, junk_at: int = 20) -> dict[int, list[tuple[str, int, int]]]:
+    """Shards and scored documents of real English with one document of noise, and spans that see it in steps 220 to 223.
+
+    Args:
+        root: the data folder; `root/demo` holds shards, `root/scored` the judge's verdicts.
+        junk_at: place of the noise among the documents.
+
+    Returns:
+        spans by step, with the paths a trainer started beside `root` would write.
+    """
+    random = np.random.default_rng(0)
+    texts = [(f"topics/{name}", "topics.jsonl", text) for name, text in sorted(topics.items())[:40]]
+    noise = "".join(random.choice(list("#@!%qzx~ "), 12_000))
+    texts.insert(junk_at, ("crawl/junk", "crawl.jsonl", noise))
+    tokenizer = load_tokenizer("bytes")
+    with (
+        ScoredWriter(root / "scored", rubric={"name": "educational value"}, model="demo") as verdicts,
+        ShardWriter(root / "demo", tokenizer=tokenizer, shard_tokens=100_000) as shards,
+    ):
+        for line, (name, source, text) in enumerate(texts, start=1):
+            score = 0.0 if name == "crawl/junk" else round(float(np.clip(random.normal(3.4, 0.9), 0, 5)), 1)
+            reason = "Symbols without a word." if name == "crawl/junk" else "Explains one thing well."
+            verdicts.add(
+                ScoredDocument(
+                    id=name, text=text, source=source, line=line, outcome="ok", score=score, axes={"clarity": score},
+                    reason=reason, windows=[[0, len(text)]],
+                )
+            )  # fmt: skip
+            ids = tokenizer.encode_batch([text])[0]
+            shards.add(ids, id=name, source=source, score=score, text_bytes=len(text.encode()))
+    opened = open_shards(root / "demo")
+    shard, entry = next(
+        (shard, entry)
+        for shard in opened.shards
+        for entry, lineage in enumerate(shard.lineages())
+        if lineage["id"] == "crawl/junk"
+    )
+    start = int(shard.index[entry, 0])
+    spans: dict[int, list[tuple[str, int, int]]] = {}
+    for step in range(400):
+        path, at = (
+            (shard.name, start + 512 * (step - 220))
+            if 220 <= step < 224
+            else (opened.shards[0].name, 512 * (step % 50))
+        )
+        spans[step] = [(f"{root.name}/demo/{path}", at + 128 * row, at + 128 * (row + 1) + 1) for row in range(4)]
+    return spans
+
+
 def make_run(
     root: Path,
     name: str,
@@ -141,6 +194,32 @@ def make_run(
     else:
         record.heartbeat(steps)
     _backdate(run / RUN_FILE, began, end - (3600 if status == "stale" else 0), steps)
+    return run
+
+
+def make_large(root: Path, name: str, *, layers: int = 61, experts: int = 256, steps: int = 30_000) -> Path:
+    """A run of some 10 million rows: loads of every expert every 50 steps, and 20 scalars a step."""
+    run = make_run(root, name, steps=3, values=Values(layers=layers, experts=experts))
+    with duckdb.connect(str(run / STORE)) as store:
+        store.execute("CREATE TABLE rows AS SELECT * FROM metrics LIMIT 0")
+        store.execute(
+            """
+            INSERT INTO rows SELECT 'router/load', s * 50, s * 25.0, (0.5 + random()) / ?, l, e, NULL
+            FROM range(?) AS a(s), range(?) AS b(l), range(?) AS c(e)
+            """,
+            [experts, steps // 50, layers, experts],
+        )
+        for place, (metric, value) in enumerate(Values().scalars(100).items()):
+            store.execute(
+                "INSERT INTO rows SELECT ?, s, s * 0.5, ? * (1 + 0.1 * random() + 3 * (s = ?)::INTEGER), NULL, NULL, NULL FROM range(?) AS a(s)",
+                [metric, value, 12_345 + place, steps],
+            )
+        store.execute("DELETE FROM metrics")
+        store.execute(
+            "INSERT INTO metrics SELECT * REPLACE (? + time AS time) FROM rows ORDER BY step",
+            [time.time() - steps * 0.5],
+        )
+        store.execute("DROP TABLE rows")
     return run
 
 

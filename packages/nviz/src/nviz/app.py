@@ -20,6 +20,7 @@ PAGES = {
     "alerts": ("Alerts", ":material/notifications:"),
 }
 SHOWN_ALERTS = 4
+_SIGNS = {"error": ":red[:material/error:]", "warning": ":orange[:material/warning:]"}
 _PAGES_DIR = Path(__file__).parent / "pages"
 _ICON = Path(__file__).parent / "icon.svg"  # an icon by name would be fetched from the network
 # Streamlit leaves a fifth of a 1280 px window empty; a dashboard needs it.
@@ -46,7 +47,7 @@ def main() -> None:
         return
     chosen = ui.choose_runs(known)
     watched = [*chosen, *(entry for entry in known.values() if entry.live and entry not in chosen)]
-    st.fragment(_alerts, run_every=ui.refreshed(watched))([entry.key for entry in watched])
+    ui.live(_alerts, watched, what="Alerts")([entry.key for entry in watched])
     with ui.guard(page.title):
         page.run()
 
@@ -58,11 +59,14 @@ def _alerts(keys: list[str]) -> None:
         known = ui.entries()
         found = [alert for key in keys if key in known for alert in alerts.try_rules(known[key], rules)]
         found.sort(key=lambda alert: alerts.LEVELS.index(alert.rule.level))
-        for alert in found[:SHOWN_ALERTS]:
-            icon = ":red[:material/error:]" if alert.rule.level == "error" else ":orange[:material/warning:]"
-            st.caption(f"{icon} **{alert.run}: {alert.rule.name}.** {alert.text}")
+        lines = [
+            f"{_SIGNS[alert.rule.level]} **{alert.run}: {alert.rule.name}.** {alert.text}"
+            for alert in found[:SHOWN_ALERTS]
+        ]
         if len(found) > SHOWN_ALERTS:
-            st.caption(f"{len(found) - SHOWN_ALERTS} more on the page Alerts.")
+            lines.append(f"{len(found) - SHOWN_ALERTS} more on the page Alerts.")
+        if lines:
+            st.caption("  \n".join(lines))
 
 
 @st.fragment(run_every=ui.REFRESH_S)

@@ -109,7 +109,7 @@ def curves(
             name=line.label,
             mode="lines" if len(line.x) > 1 else "markers",
             line={**style, "width": 1.0 if smoothed else 1.6},
-            opacity=0.35 if smoothed else 1.0,
+            opacity=0.45 if smoothed else 1.0,
             legendgroup=line.label,
             showlegend=not smoothed,
             hovertemplate=f"%{{y:.6g}} at %{{x}}<extra>{line.label}</extra>",

@@ -5,17 +5,18 @@ View state lives in the address: widgets bind themselves to it, and the selectio
 an address that is copied shows the same view elsewhere.
 """
 
+import functools
 import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, ParamSpec
 
 import plotly.graph_objects as go
 import streamlit as st
 
-from nmoe.formats import NmoeError
+from nmoe.formats import DataError, NmoeError
 from nviz.catalog import Entry, list_entries
 from nviz.settings import Settings, parse_settings
 from nviz.source import UnpublishedError
@@ -28,9 +29,11 @@ __all__ = [
     "chart",
     "choose_runs",
     "entries",
+    "entry_now",
     "focus",
     "freshness",
     "guard",
+    "live",
     "refreshed",
     "runs_in_view",
     "settings",
@@ -46,6 +49,7 @@ ICONS = {
     "unreadable": ":material/broken_image:",
 }
 _log = logging.getLogger(__name__)
+P = ParamSpec("P")
 Color = Literal["red", "orange", "green", "gray"]
 COLORS: dict[str, Color] = {
     "running": "green",
@@ -75,6 +79,18 @@ def _entries(known: Settings) -> dict[str, Entry]:
 def entries() -> dict[str, Entry]:
     """Every run by its key, at most a second old, newest first."""
     return _entries(settings())
+
+
+def entry_now(key: str) -> Entry:
+    """A run as it is now.
+
+    Raises:
+        DataError: if its folder is gone.
+    """
+    known = entries()
+    if key not in known:
+        raise DataError(f"the run {key!r} is gone; its folder was removed or renamed")
+    return known[key]
 
 
 def choose_runs(known: dict[str, Entry]) -> list[Entry]:
@@ -135,6 +151,23 @@ def guard(what: str) -> Iterator[None]:
     except NmoeError as error:
         _log.warning("%s: %s", what, error)
         st.error(f"{what}: {error}", icon=":material/error:")
+
+
+def live(function: Callable[P, None], chosen: Sequence[Entry], *, what: str) -> Callable[P, None]:
+    """`function` as a part of the page that draws itself anew while one of the runs is being written.
+
+    Args:
+        function: draws the part.
+        chosen: the runs it shows.
+        what: names the part where it cannot be drawn; Streamlit would show a fault in it before the page could.
+    """
+
+    @functools.wraps(function)
+    def guarded(*arguments: P.args, **named: P.kwargs) -> None:
+        with guard(what):
+            function(*arguments, **named)
+
+    return st.fragment(guarded, run_every=refreshed(chosen))
 
 
 def ago(seconds: float) -> str:

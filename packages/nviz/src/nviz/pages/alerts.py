@@ -49,7 +49,7 @@ def main() -> None:
     st.title("Alerts")
     rules = alerts.load_rules(ui.settings().alerts)
     listed = list(ui.entries().values())
-    st.fragment(lambda: _table(list(ui.entries().values()), rules), run_every=ui.refreshed(listed))()
+    ui.live(lambda: _table(list(ui.entries().values()), rules), listed, what="Alerts")()
     st.subheader("Rules")
     path = ui.settings().alerts
     st.caption(f"From `{path}`." if path else "The built-in rules; others by `--alerts FILE` (docs/dashboard.md).")

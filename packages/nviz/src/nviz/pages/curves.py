@@ -197,11 +197,11 @@ def main() -> None:
     known = _measures(chosen)
     if not known:
         st.info("None of the chosen runs has written a value yet.", icon=":material/hourglass_empty:")
-        st.fragment(_wait, run_every=ui.refreshed(chosen))()
+        ui.live(_wait, chosen, what="Curves")()
         return
     wanted, view, logs = _controls(known)
     lines = [Line(name=measure.name) if measure.scalar else _index(measure) for measure in wanted]
-    st.fragment(_draw, run_every=ui.refreshed(chosen))(lines, known, view, logs)
+    ui.live(_draw, chosen, what="Curves")(lines, known, view, logs)
     if lines:
         _downloads(lines, view)
 

@@ -174,7 +174,7 @@ def main() -> None:
     st.title("Data")
     known = reading.known_corpora()
     st.subheader("Seen by the run")
-    st.fragment(_seen, run_every=ui.refreshed(ui.runs_in_view()))(known)
+    ui.live(_seen, ui.runs_in_view(), what="Seen by the run")(known)
     st.subheader("Data sets")
     if not known:
         roots = ", ".join(f"`{root}`" for root in ui.settings().data)

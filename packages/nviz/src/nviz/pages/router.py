@@ -14,7 +14,7 @@ LOAD = "router/load"
 
 def _heatmap(key: str, name: str, relative: bool) -> None:
     """The layer x expert picture at the chosen step: the newest unless the slider was moved."""
-    entry = ui.entries()[key]
+    entry = ui.entry_now(key)
     store = entry.store()
     steps = store.read(("steps", name), lambda connection: queries.steps_of(connection, name))
     if not len(steps):
@@ -92,7 +92,7 @@ PER_LAYER = ("router/max_over_mean", "router/dead_experts", "router/entropy", "r
 
 def _history(key: str, name: str, layer: int) -> None:
     """Along the steps: the experts of one layer, every figure by layer, and what imbalance costs."""
-    entry = ui.entries()[key]
+    entry = ui.entry_now(key)
     store = entry.store()
     with store.session():
         measures = store.read("measures", queries.measures)
@@ -163,7 +163,6 @@ def main() -> None:
     entry = ui.focus(ui.runs_in_view())
     if entry is None:
         return
-    every = ui.refreshed([entry])
     measures = entry.store().read("measures", queries.measures)
     names = _grids(measures)
     if not names:
@@ -190,13 +189,13 @@ def main() -> None:
         )
     name = name or names[0]
     _slider(entry, name)
-    st.fragment(_heatmap, run_every=every)(entry.key, name, relative and measures[name].unit == "fraction")
+    ui.live(_heatmap, [entry], what=name)(entry.key, name, relative and measures[name].unit == "fraction")
     st.subheader("Along the steps")
     layer = st.number_input(
         "Layer", min_value=0, max_value=max(measures[name].layers - 1, 1), value=None, key="layer", bind="query-params",
         persist_state="session", placeholder="last layer",
     )  # fmt: skip
-    st.fragment(_history, run_every=every)(entry.key, name, measures[name].layers - 1 if layer is None else layer)
+    ui.live(_history, [entry], what=name)(entry.key, name, measures[name].layers - 1 if layer is None else layer)
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def main() -> None:
         placeholder="name, status, host, or a key as moe.top_k=8",
     )
     known = ui.entries()
-    st.fragment(_table, run_every=ui.refreshed(list(known.values())))()
+    ui.live(_table, list(known.values()), what="Runs")()
     _differences(ui.runs_in_view())
 
 

@@ -73,7 +73,7 @@ def _ranks(entry: Entry, measures: dict[str, Measure]) -> None:
 
 
 def _draw(key: str) -> None:
-    entry = ui.entries()[key]
+    entry = ui.entry_now(key)
     store = entry.store()
     with store.session():
         measures = store.read("measures", queries.measures)
@@ -110,8 +110,7 @@ def main() -> None:
     st.title("Speed")
     entry = ui.focus(ui.runs_in_view())
     if entry is not None:
-        entry.store().stamp()
-        st.fragment(_draw, run_every=ui.refreshed([entry]))(entry.key)
+        ui.live(_draw, [entry], what="Speed")(entry.key)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def _name(spike: Spike) -> str:
 
 def _overview(key: str) -> None:
     """The curves with their spikes; follows a run that is being written."""
-    entry = ui.entries()[key]
+    entry = ui.entry_now(key)
     store = entry.store()
     found = store.read("spikes", spikes.find)
     if len(found) != st.session_state.get("spikes_known"):
@@ -115,7 +115,7 @@ def main() -> None:
     if entry is None:
         return
     found = entry.store().read("spikes", spikes.find)
-    st.fragment(_overview, run_every=ui.refreshed([entry]))(entry.key)
+    ui.live(_overview, [entry], what="Spikes")(entry.key)
     if not found:
         st.info("No spike of loss or gradient norm so far.", icon=":material/check:")
         return
