@@ -228,6 +228,8 @@ def _backdate(path: Path, began: float, end: float, steps: int) -> None:
     facts |= {"started_at": began, "heartbeat_at": end, "step": steps, "git": {"commit": "0" * 40, "dirty": False}}
     if facts["finished_at"] is not None:
         facts["finished_at"] = end
+    if facts["status"] == "running" and time.time() - end < 60:
+        facts["heartbeat_s"] = 1e6  # stays running for as long as the tests take
     path.write_text(json.dumps(facts))
 
 
