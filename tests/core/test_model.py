@@ -13,10 +13,12 @@ from torch import Tensor
 from nmoe.comm.local import Local
 from nmoe.config import Config, load_config, parse_config
 from nmoe.model.attention import Cache
+from nmoe.model.block import Block
 from nmoe.model.generate import choose, generate
 from nmoe.model.init import init_model, normal
+from nmoe.model.mtp import following, mtp_weight
 from nmoe.model.params import count_parameters, parameter_shapes
-from nmoe.model.transformer import IGNORED, Block, ModelOutput, Transformer
+from nmoe.model.transformer import IGNORED, ModelOutput, Transformer
 
 TINY = """
 [model]
@@ -121,6 +123,11 @@ def test_parameter_shapes_of_grouped_queries_match_the_module():
     assert {n: tuple(p.shape) for n, p in model.named_parameters()} == parameter_shapes(model.config)
 
 
+def test_parameter_shapes_of_multi_token_prediction_match_the_module():
+    model = _model("model.mtp_depth=2")
+    assert {n: tuple(p.shape) for n, p in model.named_parameters()} == parameter_shapes(model.config)
+
+
 @pytest.mark.parametrize("name", ["moonlet", "dsv2", "dsv3", "quickstart"])
 def test_parameter_shapes_match_the_module(name):
     config = load_config(f"configs/{name}.toml")
@@ -217,8 +224,9 @@ def test_initial_values_have_the_configured_spread():
         ("rope.scaling=yarn", "rope.factor=4.0", "rope.original_context=8", "train.z_loss=0.01", "moe.z_loss=0.01"),
         GQA,
         WINDOW,
+        ("model.mtp_depth=2", "train.mtp_weight=0.7", "moe.z_loss=0.01"),
     ],
-    ids=["plain", "lora_softmax", "yarn_z", "gqa", "window"],
+    ids=["plain", "lora_softmax", "yarn_z", "gqa", "window", "mtp"],
 )
 def test_packed_documents_equal_each_document_alone(overrides):
     model = _model(*overrides)
@@ -254,6 +262,50 @@ def test_loss_is_that_of_the_logits():
     assert len(output.router_stats) == 2
     assert [s.layer for s in output.router_stats] == [1, 2]
     assert all(s.load_E.sum() == 20 for s in output.router_stats)
+
+
+# ---- multi-token prediction
+
+
+def test_further_tokens_are_those_of_the_document():
+    targets = torch.tensor([[11, 12, 13, IGNORED, 21, IGNORED, 31, 32]])
+    once = following(targets)
+    assert once.tolist() == [[12, 13, IGNORED, IGNORED, IGNORED, IGNORED, 32, IGNORED]]
+    assert following(once).tolist() == [[13, *[IGNORED] * 7]]
+
+
+def test_further_tokens_change_the_gradient_by_their_weight_and_not_the_loss():
+    model = _model("model.mtp_depth=2", "train.mtp_weight=0.25")
+    document = _tokens(12)
+    output = _run(model, [document])
+    parameters = [*model.parameters()]
+    both = torch.autograd.grad(output.loss_sum, parameters, allow_unused=True)
+    model.mtp_weight = 0.0
+    output_alone = _run(model, [document])
+    alone = torch.autograd.grad(output_alone.loss_sum, parameters, allow_unused=True)
+    assert output.loss_sum == output_alone.loss_sum
+    assert len(output.router_stats) == 4
+
+    # the same by hand, from the depths' own results
+    at = model._positions(torch.arange(12).unsqueeze(0), torch.zeros(1, 12, dtype=torch.int64))
+    x, _, _ = model._hidden(document.unsqueeze(0), at)
+    total = torch.zeros((), dtype=torch.float64)
+    for k, depth in enumerate(model.mtp, start=1):
+        embedded = F.pad(F.embedding(document[k:], model.embed), (0, 0, 0, k))
+        x, _, _ = depth(x, embedded, at)
+        logits = x @ model.head.t()
+        total = total + F.cross_entropy(logits[: 11 - k], document[1 + k :], reduction="sum") / 2
+    torch.testing.assert_close(output.mtp_loss, total.detach())
+    further = torch.autograd.grad(0.25 * total, parameters, allow_unused=True)
+    for (name, _), a, b, c in zip(model.named_parameters(), both, alone, further, strict=True):
+        base = torch.zeros_like(a) if b is None else b
+        torch.testing.assert_close(a, base if c is None else base + c, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_weight_of_further_tokens_follows_its_schedule():
+    config = _config("train.mtp_weight=0.3", "train.mtp_late_weight=0.1", "train.mtp_late_step=5")
+    assert [mtp_weight(config, step=step) for step in (1, 4, 5, 9)] == [0.3, 0.3, 0.1, 0.1]
+    assert mtp_weight(_config(), step=10**6) == 0.3
 
 
 def test_bf16_computes_in_bf16_and_keeps_wide_gradients():

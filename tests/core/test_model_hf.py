@@ -204,6 +204,69 @@ def test_logits_and_gradients_match_transformers(case, dtype, spread, limit, tmp
     assert compared == expected.keys()
 
 
+# ---- multi-token prediction
+
+
+def _with_depths(folder: Path, depths: int):
+    """A folder with the layers of multi-token prediction in it, and the oracle's two models."""
+    from transformers.modeling_layers import MtpModel
+
+    CASES["v3_mtp"] = ("DeepseekV3", V3 | {"first_k_dense_replace": 0, "num_mtp_layers": depths})
+    oracle = _oracle("v3_mtp", torch.float64, 0.06)
+    further = MtpModel(oracle, depths).double().eval()
+    generator = torch.Generator().manual_seed(17)
+    files = {}
+    with torch.no_grad():
+        for name, tensor in [*further.layers.named_parameters(), *further.layers.named_buffers()]:
+            value = torch.randn(tensor.shape, generator=generator)
+            tensor.copy_(1 + 0.3 * value if "norm" in name else 0.06 * value)
+            depth, rest = name.split(".", 1)
+            rest = rest.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
+            files |= _split_experts(f"model.layers.{3 + int(depth)}.{rest}", tensor.detach())
+    oracle.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": depths}
+    (folder / "config.json").write_text(json.dumps(config))
+    _damage(folder, lambda t: t.update({key: value.contiguous() for key, value in files.items()}))
+    return oracle, further
+
+
+def test_further_tokens_match_transformers(tmp_path):
+    oracle, further = _with_depths(tmp_path, 2)
+    model = _ours(tmp_path, "fp64")
+    tokens = torch.randint(0, 97, (2, 15), generator=torch.Generator().manual_seed(3))
+    at = model._positions(torch.arange(15).expand(2, 15), torch.zeros_like(tokens))
+    ours, _, _ = model._hidden(tokens, at)
+    theirs = oracle.model(tokens).last_hidden_state
+    for depth in range(2):
+        shifted = tokens.roll(-1 - depth, dims=1)  # the last tokens read nonsense, in both
+        embedded = torch.nn.functional.embedding(shifted.flatten(), model.embed)
+        ours, _, _ = model.mtp[depth](ours, embedded, at)
+        places = torch.arange(1 + depth, 16 + depth).expand(2, 15)
+        theirs = further.forward_layer(depth, theirs, places, None, input_ids=shifted)
+        _close(ours.view(2, 15, -1), theirs, 1e-6, f"depth {depth}")
+
+
+def test_further_tokens_survive_both_ways_with_the_copies_of_shared_tensors(tmp_path):
+    _with_depths(tmp_path, 1)
+    model = _ours(tmp_path, "fp64")
+    (tmp_path / "out").mkdir()
+    write_folder(tmp_path / "out", config=model.config, state=model.state_dict(), dtype=torch.float64)
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config_to_hf(model.config)))
+    before, after = _tensors(tmp_path), _tensors(tmp_path / "out")
+    shared = {"model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"}
+    assert after.keys() - before.keys() == shared
+    assert all(torch.equal(before[key].to(after[key].dtype), after[key]) for key in before)
+    again = _ours(tmp_path / "out", "fp64")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+    (part,) = (tmp_path / "out").glob("*.safetensors")
+    tensors = load_file(part)
+    tensors["model.layers.3.embed_tokens.weight"][0] += 1
+    save_file(tensors, part, metadata={"format": "pt"})
+    with pytest.raises(DataError, match=r"layers\.3\.embed_tokens\.weight differs from model\.embed_tokens"):
+        _ours(tmp_path / "out", "fp64")
+
+
 # ---- routing
 
 

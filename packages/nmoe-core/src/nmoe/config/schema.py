@@ -90,6 +90,8 @@ class Model:
     """Added to the mean square in RMSNorm."""
     tie_embeddings: bool = False
     """Use the embedding as the output head as well."""
+    mtp_depth: Natural = 0
+    """Further tokens that multi-token prediction predicts, each by a layer of its own behind the last; 0: none."""
     init_std: AboveZero = 0.02
     """Standard deviation of the normal distribution that the weight matrices start from."""
 
@@ -224,6 +226,12 @@ class Train:
     """Largest global gradient norm; longer gradients are scaled down to it; 0: no limit."""
     z_loss: NonNegative = 0.0
     """Weight of the mean square of logsumexp of the output logits; 0: none."""
+    mtp_weight: NonNegative = 0.3
+    """With `model.mtp_depth`: weight of the loss of the further tokens, averaged over depths."""
+    mtp_late_weight: NonNegative = 0.1
+    """The same from step `mtp_late_step` on."""
+    mtp_late_step: Natural = 0
+    """Step from which `mtp_late_weight` holds; 0: never."""
     log_every: Positive = 1
     """Steps between log lines and scalar metrics."""
     eval_every: Natural = 0

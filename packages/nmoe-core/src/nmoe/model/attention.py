@@ -56,7 +56,7 @@ class Cache:
 def window_of(config: Config, layer: int) -> int:
     """Tokens that a query of a layer sees; 0 for all."""
     a = config.attention
-    last = layer == config.model.num_layers - 1
+    last = layer >= config.model.num_layers - 1  # and the layers of multi-token prediction behind it
     is_global = last or (a.global_every > 0 and (layer + 1) % a.global_every == 0)
     return 0 if is_global else a.window
 

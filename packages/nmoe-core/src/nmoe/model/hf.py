@@ -16,7 +16,7 @@ from nmoe.config import Config, parse_config
 from nmoe.config.text import format_value
 from nmoe.errors import DataError
 
-__all__ = ["Entry", "config_from_hf", "config_to_hf", "entries", "family_of"]
+__all__ = ["Entry", "config_from_hf", "config_to_hf", "copies", "entries", "family_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +70,8 @@ def _network(ours: str, theirs: str, expert: int | None = None) -> Iterator[Entr
 
 
 def _layer(config: Config, layer: int) -> Iterator[Entry]:
-    ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
+    depth = layer - config.model.num_layers
+    ours, theirs = f"layers.{layer}." if depth < 0 else f"mtp.{depth}.block.", f"model.layers.{layer}."
     yield Entry(ours=f"{ours}attn_norm.weight", theirs=(f"{theirs}input_layernorm.weight",))
     yield from _attention(config, ours, theirs)
     yield Entry(ours=f"{ours}ffn_norm.weight", theirs=(f"{theirs}post_attention_layernorm.weight",))
@@ -80,10 +81,25 @@ def _layer(config: Config, layer: int) -> Iterator[Entry]:
     yield Entry(ours=f"{ours}moe.router.weight", theirs=(f"{theirs}mlp.gate.weight",))
     if config.moe.selection_bias:
         yield Entry(ours=f"{ours}moe.router.bias", theirs=(f"{theirs}mlp.gate.e_score_correction_bias",))
-    for expert in range(config.moe.num_experts):
-        yield from _network(f"{ours}moe.experts.", f"{theirs}mlp.experts.{expert}.", expert)
+    experts = [
+        [*_network(f"{ours}moe.experts.", f"{theirs}mlp.experts.{expert}.", expert)]
+        for expert in range(config.moe.num_experts)
+    ]
+    for weight in zip(*experts, strict=True):  # all of w13, then all of w2: each of ours is fetched once
+        yield from weight
     if config.moe.num_shared_experts:
         yield from _network(f"{ours}moe.shared.", f"{theirs}mlp.shared_experts.")
+
+
+def copies(config: Config) -> dict[str, str]:
+    """Keys that a folder may hold beside its entries -> the key whose values they repeat."""
+    tied = config.model.tie_embeddings
+    found = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
+    for depth in range(config.model.mtp_depth):
+        theirs = f"model.layers.{config.model.num_layers + depth}."
+        found[f"{theirs}embed_tokens.weight"] = "model.embed_tokens.weight"
+        found[f"{theirs}shared_head.head.weight"] = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    return found
 
 
 def entries(config: Config) -> Iterator[Entry]:
@@ -91,6 +107,12 @@ def entries(config: Config) -> Iterator[Entry]:
     yield Entry(ours="embed", theirs=("model.embed_tokens.weight",))
     for layer in range(config.model.num_layers):
         yield from _layer(config, layer)
+    for depth in range(config.model.mtp_depth):
+        theirs = f"model.layers.{config.model.num_layers + depth}."
+        for name, key in (("enorm", "enorm"), ("hnorm", "hnorm"), ("norm", "shared_head.norm")):
+            yield Entry(ours=f"mtp.{depth}.{name}.weight", theirs=(f"{theirs}{key}.weight",))
+        yield Entry(ours=f"mtp.{depth}.proj", theirs=(f"{theirs}eh_proj.weight",))
+        yield from _layer(config, config.model.num_layers + depth)
     yield Entry(ours="norm.weight", theirs=("model.norm.weight",))
     if not config.model.tie_embeddings:
         yield Entry(ours="head", theirs=("lm_head.weight",))
@@ -150,6 +172,7 @@ def family_of(config: Config) -> str:
         rules |= {"moe.normalize_gates = false": not moe.normalize_gates}
         rules["moe.num_shared_experts >= 1"] = moe.num_shared_experts >= 1
         family = "deepseek_v2"
+    rules["model.mtp_depth = 0"] = family == "deepseek_v3" or config.model.mtp_depth == 0
     for rule, holds in rules.items():
         if not holds:
             raise DataError(f"{family} is the nearest Hugging Face family, and it needs {rule}")
@@ -226,7 +249,7 @@ def config_to_hf(config: Config) -> dict[str, Any]:
         "scoring_func": moe.scoring,
         "first_k_dense_replace": model.num_dense_layers,
         "moe_layer_freq": 1,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": model.mtp_depth,
     }
     method = "noaux_tc" if family == "deepseek_v3" else "group_limited_greedy" if moe.num_groups > 1 else "greedy"
     return common | latent | routing | {"topk_method": method}
@@ -264,6 +287,10 @@ def _dense_layers(hf: Mapping[str, Any], where: str) -> int:
     return len(dense)
 
 
+def _mtp_depth(hf: Mapping[str, Any]) -> int:
+    return int(hf.get("num_nextn_predict_layers") or hf.get("num_mtp_layers") or 0)
+
+
 def _sections(hf: Mapping[str, Any], family: str, where: str) -> dict[str, dict[str, Any]]:
     model = {
         "vocab_size": hf["vocab_size"],
@@ -274,6 +301,7 @@ def _sections(hf: Mapping[str, Any], family: str, where: str) -> dict[str, dict[
         "norm_eps": float(hf.get("rms_norm_eps", 1e-6)),
         "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
         "init_std": float(hf.get("initializer_range", 0.02)),
+        "mtp_depth": _mtp_depth(hf) if family == "deepseek_v3" else 0,
     }
     moe = {
         "expert_size": hf["moe_intermediate_size"],

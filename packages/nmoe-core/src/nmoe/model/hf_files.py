@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nmoe.config import Config
 from nmoe.errors import DataError
-from nmoe.model.hf import Entry, entries
+from nmoe.model.hf import Entry, copies, entries
 from nmoe.model.params import parameter_shapes
 from nmoe.model.transformer import Transformer
 from nmoe.rdep.experts import Experts
@@ -54,6 +54,10 @@ class HFFolder:
                 self._stack.close()
                 raise DataError(f"{path / name}: not a readable safetensors file ({error})") from None
             self._files |= dict.fromkeys(file.keys(), file)
+        behind = f"model.layers.{self.config.get('num_hidden_layers')}."
+        if not any(key.startswith(behind) for key in self._files):
+            # transformers writes the number of these layers, which it does not train, and leaves the layers out.
+            self.config |= {"num_nextn_predict_layers": 0, "num_mtp_layers": 0}
 
     def __enter__(self) -> "HFFolder":
         return self
@@ -76,8 +80,8 @@ class HFFolder:
             DataError: Keys are missing, unknown or of another shape; the message lists them.
         """
         wanted = dict(_key_shapes(config))
-        if config.model.tie_embeddings and "lm_head.weight" in self._files:
-            wanted["lm_head.weight"] = wanted["model.embed_tokens.weight"]  # a copy that some programs store
+        repeated = {copy: key for copy, key in copies(config).items() if copy in self._files}
+        wanted |= {copy: wanted[key] for copy, key in repeated.items()}
         found = {key for key in self._files if not self._is_scale(key)}
         problems = [f"missing: {_list(wanted.keys() - found)}"] if wanted.keys() - found else []
         if found - wanted.keys():
@@ -88,6 +92,9 @@ class HFFolder:
             problems.append(f"reshaped: {_list(odd)}")
         if problems:
             raise DataError(f"{self.path}: tensors do not fit config.json: {'; '.join(problems)}")
+        for copy, key in repeated.items():
+            if not torch.equal(self._tensor(copy), self._tensor(key)):
+                raise DataError(f"{self.path}: {copy} differs from {key}, and here the two are one")
 
     def _is_scale(self, key: str) -> bool:
         return key.endswith(_SCALE) and key.removesuffix(_SCALE) in self._files
@@ -116,8 +123,8 @@ def state_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor of a model's state: parameters and selection biases."""
     shapes = parameter_shapes(config)
     if config.moe.selection_bias:
-        for layer in range(config.model.num_dense_layers, config.model.num_layers):
-            shapes[f"layers.{layer}.moe.router.bias"] = (config.moe.num_experts,)
+        routers = [name for name in shapes if name.endswith("moe.router.weight")]
+        shapes |= {name.removesuffix("weight") + "bias": (config.moe.num_experts,) for name in routers}
     return shapes
 
 
@@ -177,10 +184,16 @@ def write_folder(
             weight_map.update(dict.fromkeys(shard, written[-1].name))
             shard.clear()
 
+    repeated: dict[str, list[str]] = {}
+    for copy, key in copies(config).items():
+        if copy != "lm_head.weight":  # a tied head is said in config.json, nobody misses its copy
+            repeated.setdefault(key, []).append(copy)
     for entry in entries(config):
         if held[0] != entry.ours:  # experts of one layer follow each other, and their tensor is fetched once a run
             held = (entry.ours, state[entry.ours])
-        for key, value in _exported(entry, held[1], dtype):
+        pairs = [*_exported(entry, held[1], dtype)]
+        pairs += [(copy, pairs[0][1].clone()) for copy in repeated.get(pairs[0][0], [])]
+        for key, value in pairs:
             size = value.numel() * value.element_size()
             if shard and sum(t.numel() * t.element_size() for t in shard.values()) + size > shard_bytes:
                 flush()

@@ -47,16 +47,24 @@ def _feed_forward(config: Config, layer: int) -> Iterator[tuple[str, tuple[int, 
         yield "moe.shared.w2", (D, F * moe.num_shared_experts)
 
 
+def _block(config: Config, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "attn_norm.weight", (config.model.hidden_size,)
+    yield from ((f"attn.{name}", shape) for name, shape in _attention(config))
+    yield "ffn_norm.weight", (config.model.hidden_size,)
+    yield from _feed_forward(config, layer)
+
+
 def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every trained parameter, with all E experts; the selection bias is a buffer, not a parameter."""
     model = config.model
     shapes: dict[str, tuple[int, ...]] = {"embed": (model.vocab_size, model.hidden_size)}
     for layer in range(model.num_layers):
-        prefix = f"layers.{layer}."
-        shapes[f"{prefix}attn_norm.weight"] = (model.hidden_size,)
-        shapes |= {f"{prefix}attn.{name}": shape for name, shape in _attention(config)}
-        shapes[f"{prefix}ffn_norm.weight"] = (model.hidden_size,)
-        shapes |= {f"{prefix}{name}": shape for name, shape in _feed_forward(config, layer)}
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in _block(config, layer)}
+    for depth in range(model.mtp_depth):
+        shapes |= {f"mtp.{depth}.{name}.weight": (model.hidden_size,) for name in ("enorm", "hnorm", "norm")}
+        shapes[f"mtp.{depth}.proj"] = (model.hidden_size, 2 * model.hidden_size)
+        block = _block(config, model.num_layers + depth)
+        shapes |= {f"mtp.{depth}.block.{name}": shape for name, shape in block}
     shapes["norm.weight"] = (model.hidden_size,)
     if not model.tie_embeddings:
         shapes["head"] = (model.vocab_size, model.hidden_size)

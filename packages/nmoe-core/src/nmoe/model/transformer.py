@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from nmoe.comm.communicator import Communicator
 from nmoe.comm.local import Local
 from nmoe.config import Config
-from nmoe.model.attention import Cache, Positions, attention_of, window_of
+from nmoe.model.attention import Cache, Positions, window_of
+from nmoe.model.block import Block
 from nmoe.model.functional import Norm, linear
-from nmoe.model.mlp import MLP
+from nmoe.model.mtp import Depth, following, mtp_weight
 from nmoe.model.rope import tables
 from nmoe.ops import attention
 from nmoe.ops.cross_entropy import IGNORED, linear_cross_entropy
-from nmoe.rdep.layer import MoE
 from nmoe.rdep.router import Router
 
 __all__ = ["IGNORED", "ModelOutput", "RouterStats", "Transformer", "compute_dtype", "master_dtype"]
@@ -56,46 +56,18 @@ class ModelOutput:
 
     loss_sum: Tensor
     """Scalar fp32 (fp64): cross entropy in nats, summed over targets that are not IGNORED. Its gradient includes that
-    of the head's z-loss."""
+    of the head's z-loss and that of multi-token prediction, times its weight."""
     num_targets: Tensor
     """Scalar int64: targets that are not IGNORED."""
     aux_loss: Tensor
     """Scalar: balance and z-losses of the routers, times their weights, summed over tokens and layers."""
     z_loss: Tensor
     """Scalar without gradient: z-loss of the head, times its weight, summed over targets."""
+    mtp_loss: Tensor
+    """Scalar without gradient: cross entropy of the further tokens of multi-token prediction, in nats, summed over
+    their targets and averaged over depths; 0 without it."""
     router_stats: tuple[RouterStats, ...]
-    """One per MoE layer."""
-
-
-class Block(nn.Module):
-    """One layer: x + attention(norm(x)), then x + feed-forward(norm(x))."""
-
-    def __init__(self, config: Config, index: int, *, comm: Communicator, dtype: torch.dtype) -> None:
-        super().__init__()
-        model, moe = config.model, config.moe
-        D = model.hidden_size
-        self.attn_norm = Norm(D, eps=model.norm_eps, dtype=dtype)
-        self.attn = attention_of(config, index, dtype=dtype)
-        self.ffn_norm = Norm(D, eps=model.norm_eps, dtype=dtype)
-        if index < model.num_dense_layers:
-            self.mlp, self.moe = MLP(hidden_size=D, ffn_size=model.ffn_size, dtype=dtype), None
-        else:
-            width = moe.num_shared_experts * moe.expert_size
-            shared = MLP(hidden_size=D, ffn_size=width, dtype=dtype) if width else None
-            self.mlp, self.moe = None, MoE(hidden_size=D, config=moe, comm=comm, shared=shared, dtype=dtype)
-
-    def forward(
-        self, x_TD: Tensor, at: Positions, cache: Cache | None = None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """x_TD after the layer; the router's loss and load_E, None where the layer is dense."""
-        normed_TD = self.attn_norm(x_TD)
-        x_TD = x_TD + (self.attn(normed_TD, at) if cache is None else self.attn.extend(normed_TD, at, cache))
-        normed_TD = self.ffn_norm(x_TD)
-        if self.moe is None:
-            assert self.mlp is not None
-            return x_TD + self.mlp(normed_TD), None, None
-        out_TD, aux_loss, load_E = self.moe(normed_TD, at.num_rows)
-        return x_TD + out_TD, aux_loss, load_E
+    """One per MoE layer, those of multi-token prediction last."""
 
 
 class Transformer(nn.Module):
@@ -115,6 +87,10 @@ class Transformer(nn.Module):
         comm = comm or Local()
         self.layers = nn.ModuleList(Block(config, i, comm=comm, dtype=dtype) for i in range(model.num_layers))
         self.norm = Norm(model.hidden_size, eps=model.norm_eps, dtype=dtype)
+        depths = range(1, model.mtp_depth + 1)
+        self.mtp = nn.ModuleList(Depth(config, depth, comm=comm, dtype=dtype) for depth in depths)
+        self.mtp_weight = mtp_weight(config, step=1)
+        """Of the further tokens' loss; the trainer sets it anew where its schedule says so."""
         if not model.tie_embeddings:
             self.head = nn.Parameter(torch.empty(model.vocab_size, model.hidden_size, dtype=dtype))
 
@@ -124,8 +100,9 @@ class Transformer(nn.Module):
         return self.embed if self.config.model.tie_embeddings else self.head
 
     def routers(self) -> dict[int, Router]:
-        """Layer index -> router of each MoE layer."""
-        blocks = (layer for layer in self.layers if isinstance(layer, Block))
+        """Layer index -> router of each MoE layer; multi-token prediction counts on after the last layer."""
+        blocks = [layer for layer in self.layers if isinstance(layer, Block)]
+        blocks += [depth.block for depth in self.mtp if isinstance(depth, Depth)]
         return {i: block.moe.router for i, block in enumerate(blocks) if block.moe is not None}
 
     def _positions(self, positions_BT: Tensor, document_BT: Tensor | None) -> Positions:
@@ -164,16 +141,43 @@ class Transformer(nn.Module):
             document_BT: Integers: equal for the tokens of one document, different for neighbours in a row.
             targets_BT: int64: the next token, or IGNORED where it is padding or belongs to another document.
         """
-        x_TD, aux_loss, stats = self._hidden(tokens_BT, self._positions(positions_BT, document_BT))
+        at = self._positions(positions_BT, document_BT)
+        x_TD, aux_loss, stats = self._hidden(tokens_BT, at)
         target_T = targets_BT.flatten()
         loss_sum, z_loss = linear_cross_entropy(x_TD, self.head_weight, target_T, z_loss=self.config.train.z_loss)
+        mtp_loss = torch.zeros_like(loss_sum)
+        if self.mtp:
+            mtp_loss, mtp_aux, mtp_stats = self._further(x_TD, targets_BT, at)
+            loss_sum = loss_sum + self.mtp_weight * (mtp_loss - mtp_loss.detach())  # its gradient, not its value
+            aux_loss, stats = aux_loss + mtp_aux, stats + mtp_stats
         return ModelOutput(
             loss_sum=loss_sum,
             num_targets=(target_T != IGNORED).sum(),
             aux_loss=aux_loss,
             z_loss=z_loss,
+            mtp_loss=mtp_loss.detach(),
             router_stats=stats,
         )
+
+    def _further(
+        self, x_TD: Tensor, targets_BT: Tensor, at: Positions
+    ) -> tuple[Tensor, Tensor, tuple[RouterStats, ...]]:
+        """Cross entropy of the tokens after the next, averaged over depths; the routers' losses, summed; their loads."""
+        loss = aux_sum = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=x_TD.device)
+        stats = []
+        for index, depth in enumerate(self.mtp, start=len(self.layers)):
+            # The token at this depth is the last depth's target; a document that ended has none and reads zeros.
+            token_T = targets_BT.flatten()
+            embedded_TD = F.embedding(token_T.clamp(min=0), self.embed).to(self.dtype)
+            embedded_TD = embedded_TD.masked_fill((token_T == IGNORED).unsqueeze(1), 0)
+            x_TD, aux_loss, load_E = depth(x_TD, embedded_TD, at)
+            targets_BT = following(targets_BT)
+            nll, _ = linear_cross_entropy(x_TD, self.head_weight, targets_BT.flatten())
+            loss = loss + nll / len(self.mtp)
+            if load_E is not None:
+                aux_sum = aux_sum + aux_loss
+                stats.append(RouterStats(layer=index, load_E=load_E))
+        return loss, aux_sum, tuple(stats)
 
     def logits(self, tokens_BT: Tensor) -> Tensor:
         """Logits [B, T, V] in the activations' dtype of rows that are one document each; for short rows only."""

@@ -14,6 +14,7 @@ import torch
 
 from nmoe.config import Config
 from nmoe.data.loader import Batch
+from nmoe.model.mtp import mtp_weight
 from nmoe.optim.clip import clip_gradients, gradient_norm
 from nmoe.optim.schedule import learning_rate
 from nmoe.train.evaluate import forward
@@ -53,6 +54,7 @@ def train_step(parts: Parts, batch: Batch, *, config: Config) -> StepResult:
     watch = Stopwatch(device)
     sums: list[torch.Tensor] = []
     routers = model.routers()
+    model.mtp_weight = mtp_weight(config, step=batch.step)
     load_LE = torch.zeros(len(routers), config.moe.num_experts, dtype=torch.int64, device=device)
     for rows in batch.micro:
         output = forward(model, rows, device)
