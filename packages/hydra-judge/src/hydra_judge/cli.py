@@ -10,9 +10,11 @@ import click
 
 from hydra_judge import __version__
 from hydra_judge.budget import BudgetError
+from hydra_judge.calibrate import calibrate, read_pairs, write_calibration
 from hydra_judge.corpus import plan
 from hydra_judge.engine import StoppedError
 from hydra_judge.options import (
+    FILE,
     FOLDER,
     judge_options,
     reading_options,
@@ -23,8 +25,9 @@ from hydra_judge.options import (
 from hydra_judge.pack import pack as pack_scored
 from hydra_judge.rubric import load_rubric
 from hydra_judge.score import Reading
-from hydra_judge.session import default_judge, run_estimate, run_score
-from nmoe.errors import NmoeError
+from hydra_judge.session import StudentGate, default_judge, run_estimate, run_score
+from hydra_judge.student import fit
+from nmoe.errors import ConfigError, NmoeError
 from nmoe.formats.shards import open_shards, verify_shards
 
 __all__ = ["group", "main"]
@@ -48,6 +51,33 @@ def group() -> None:
 @judge_options()
 @server_options()
 @reading_options()
+@click.option(
+    "--student",
+    type=FILE,
+    default=None,
+    help="Student of `fit`: it decides where it is sure, the model is asked for the rest.",
+)
+@click.option(
+    "--min-score",
+    type=float,
+    default=None,
+    metavar="S",
+    help="With --student: the score that decides between keep and drop.",
+)
+@click.option(
+    "--confidence",
+    type=click.FloatRange(0.5, 1, min_open=True, max_open=True),
+    default=0.95,
+    show_default=True,
+    help="With --student: how sure it must be.",
+)
+@click.option(
+    "--canaries",
+    type=click.IntRange(0),
+    default=0,
+    metavar="N",
+    help="Judge N documents of low score again under each known injection; `report` shows the shift.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what it would cost; ask nothing but a pilot, and write no scores.")
 @click.option("--pilot", type=click.IntRange(0), default=0, metavar="N", help="Measure the estimate on N documents.")
 @click.option("--batch", is_flag=True, help="Use the Batch API: cheaper, answers within a day.")
@@ -76,6 +106,19 @@ def score(**options: Any) -> None:
         votes=options["votes"],
         temperature=options["temperature"],
         options=request_options(options["request_options"]),
+    )
+    if (options["student"] is None) != (options["min_score"] is None):
+        raise ConfigError(
+            "--student and --min-score belong together: the student decides which side of the score a text is on"
+        )
+    if options["student"] and options["batch"]:
+        raise ConfigError("--student does not go with --batch: score with the student first, the rest is small")
+    gate = (
+        StudentGate(
+            options["student"], rubric=judge.rubric, min_score=options["min_score"], confidence=options["confidence"]
+        )
+        if options["student"]
+        else None
     )
     reading = Reading(
         text_key=options["text_key"],
@@ -107,6 +150,8 @@ def score(**options: Any) -> None:
             reading=reading,
             output=options["output"],
             quiet=options["quiet"],
+            canaries=options["canaries"],
+            student=gate,
             batch_poll_s=options["batch_poll"] if options["batch"] else None,
         )
     )
@@ -140,6 +185,62 @@ def pack(
     )
     dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(totals.dropped.items())) or "none"
     click.echo(f"{output}: {totals.kept} documents, {totals.tokens} tokens; dropped: {dropped}")
+
+
+@group.command("fit")
+@click.argument("scored", type=FOLDER, metavar="DIR")
+@click.option("--output", type=FILE, required=True, metavar="STUDENT", help="File for the student.")
+def fit_command(scored: Path, output: Path) -> None:
+    """Teach a cheap student the judge's scores in DIR, and say how well it does on documents it has not seen."""
+    student = fit(scored)
+    student.save(output)
+    about = student.about
+    click.echo(f"learned from {about['trained_on']} documents; on {about['held_out']} others:")
+    click.echo(f"Spearman {about['spearman']:.3f}, mean absolute error {about['mae']:.3f}")
+    for line in about["decisions_at_0.95"]:
+        right = "-" if line["right"] is None else f"{line['right']:.3f}"
+        click.echo(
+            f"min-score {line['min_score']}: decides {line['decides']:.3f} of the documents alone, right in {right}"
+        )
+
+
+@group.command("calibrate")
+@click.argument("scored", type=FOLDER, metavar="DIR")
+@click.option("--labels", type=FILE, required=True, help='People\'s grades: jsonl of {"id": ..., "score": number}.')
+@click.option("--good", type=float, default=3.0, show_default=True, help="Lowest label that counts as good.")
+@click.option(
+    "--keep-share",
+    type=click.FloatRange(0, 1, min_open=True),
+    multiple=True,
+    help="Find the score that keeps this share; repeatable.",
+)
+@click.option(
+    "--precision",
+    type=click.FloatRange(0, 1, min_open=True),
+    multiple=True,
+    help="Find the score from which on this share is good; repeatable.",
+)
+@click.option(
+    "--output", type=FOLDER, default=None, help="Folder for calibration.json and calibration.html.  [default: DIR]"
+)
+def calibrate_command(
+    scored: Path,
+    labels: Path,
+    good: float,
+    keep_share: tuple[float, ...],
+    precision: tuple[float, ...],
+    output: Path | None,
+) -> None:
+    """Compare the scores of DIR with people's grades and find the score to cut at.
+
+    A score is chosen on one half of the labels; what it keeps is reported on the other.
+    """
+    pairs = read_pairs(scored, labels)
+    result = calibrate(pairs, good=good, shares=list(keep_share), precisions=list(precision))
+    output = output or scored
+    output.mkdir(parents=True, exist_ok=True)
+    write_calibration(result, pairs, output)
+    click.echo("\n".join(result.lines()))
 
 
 @group.command()

@@ -20,16 +20,53 @@ from hydra_judge.cache import Cache, default_cache_path
 from hydra_judge.corpus import Block
 from hydra_judge.engine import Engine, StoppedError
 from hydra_judge.estimate import survey, with_pilot
+from hydra_judge.injection import judge_canaries, pick_canaries
 from hydra_judge.judge import Judge, choose_form
 from hydra_judge.limits import Endpoint, TokenBucket
 from hydra_judge.output import QUARANTINE, finished_blocks, join_blocks, prepare
 from hydra_judge.progress import Progress
 from hydra_judge.rubric import Rubric
 from hydra_judge.score import Reading, score_blocks
+from hydra_judge.student import judge_by_student, load_student
 from nmoe.errors import ConfigError, DataError
-from nmoe.formats.documents import HEADER
+from nmoe.formats.documents import HEADER, Document, ScoredDocument, open_scored
 
-__all__ = ["Servers", "make_engine", "make_judge", "run_estimate", "run_score"]
+__all__ = ["Servers", "StudentGate", "make_engine", "make_judge", "run_estimate", "run_score"]
+
+
+class StudentGate:
+    """A student that decides about documents whose fate it is sure of.
+
+    Args:
+        path: the student.
+        rubric: of the judge; the student must have learned by it.
+        min_score: the score that decides.
+        confidence: probability from which on it is sure, in (0.5, 1).
+
+    Raises:
+        ConfigError: if the student learned by another rubric.
+    """
+
+    def __init__(self, path: Path, *, rubric: Rubric, min_score: float, confidence: float):
+        self._student = load_student(path)
+        if self._student.about["rubric_sha256"] != rubric.sha256:
+            raise ConfigError(f"--student {path}: learned by another rubric than {rubric.name}; fit one on its scores")
+        self._min_score, self._confidence = min_score, confidence
+        self._probability = self._student.keep_probability(min_score=min_score)
+
+    def settings(self) -> dict[str, Any]:
+        """What of this decides the scores."""
+        return {"student": self._student.sha256, "min_score": self._min_score, "confidence": self._confidence}
+
+    def judge(self, document: Document) -> ScoredDocument | None:
+        """Its verdict, or None if it is not sure."""
+        return judge_by_student(
+            document,
+            student=self._student,
+            probability=self._probability,
+            min_score=self._min_score,
+            confidence=self._confidence,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,6 +272,8 @@ async def run_score(
     output: Path,
     quiet: bool,
     batch_poll_s: float | None = None,
+    canaries: int = 0,
+    student: StudentGate | None = None,
 ) -> str:
     """Scores what is not scored yet and completes the folder.
 
@@ -247,6 +286,8 @@ async def run_score(
         output: folder of the run.
         quiet: no progress on standard error.
         batch_poll_s: use the Batch API and look at it every so many seconds; None asks directly.
+        canaries: documents that are judged again under every attack.
+        student: grades what it is sure of, so that the judge is asked for the rest.
 
     Returns:
         A summary in one line.
@@ -254,11 +295,16 @@ async def run_score(
     began = time.time()
     async with make_engine(servers) as engine:
         judge = await make_judge(engine, judge, form=form)
-        settings = judge.settings()
+        settings = judge.settings() | (student.settings() if student else {})
         prepare(output, settings=settings, model=judge.model)
         done = finished_blocks(output, blocks, extra=reading.settings())
         left = [(number, block) for number, block in enumerate(blocks) if number not in done]
         progress = Progress([block for _, block in left], stream=None if quiet else sys.stderr)
+
+        async def score_one(document: Document, order: int) -> ScoredDocument:
+            sure = student.judge(document) if student else None
+            return sure or await judge.document(document, engine.ask, order=order)
+
         shown = asyncio.create_task(progress.show(engine))
         try:
             if batch_poll_s is not None:
@@ -274,7 +320,7 @@ async def run_score(
                 )
             await score_blocks(
                 left,
-                judge=lambda document, order: judge.document(document, engine.ask, order=order),
+                judge=score_one,
                 output=output,
                 settings=settings,
                 model=judge.model,
@@ -282,16 +328,20 @@ async def run_score(
                 active=2 * servers.concurrency * len(servers.urls) + 16,
                 progress=progress,
             )
+            header = join_blocks(output, blocks, settings=settings, model=judge.model)
+            if not header["documents"]:
+                (output / HEADER).unlink()
+                listed = ", ".join(f"{count} {name}" for name, count in header["quarantined"].items()) or "no line"
+                raise DataError(f"no document in the input ({listed}); see {output / QUARANTINE}")
+            if canaries:
+                scale = {"low": judge.rubric.low, "high": judge.rubric.high}
+                picked = pick_canaries(open_scored(output), count=canaries, **scale)
+                await judge_canaries(picked, judge=judge, ask=engine.ask, output=output, order=header["documents"])
         finally:
             shown.cancel()
             await asyncio.gather(shown, return_exceptions=True)
             await engine.drain()
             _record(output, engine, progress, began)
-        header = join_blocks(output, blocks, settings=settings, model=judge.model)
-        if not header["documents"]:
-            (output / HEADER).unlink()
-            listed = ", ".join(f"{count} {name}" for name, count in header["quarantined"].items()) or "no line"
-            raise DataError(f"no document in the input ({listed}); see {output / QUARANTINE}")
         return _summary(header, engine)
 
 
