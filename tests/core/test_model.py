@@ -302,6 +302,15 @@ def test_further_tokens_change_the_gradient_by_their_weight_and_not_the_loss():
         torch.testing.assert_close(a, base if c is None else base + c, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def test_further_tokens_that_do_not_exist_teach_no_embedding():
+    model = _model("model.mtp_depth=1", "moe.z_loss=0.1")
+    output = _run(model, [torch.arange(1, 9)])  # token 0 is nowhere
+    (output.loss_sum + output.aux_loss).backward()
+    assert model.embed.grad is not None
+    assert (model.embed.grad[0] == 0).all()
+    assert model.embed.grad[8].abs().sum() > 0
+
+
 def test_weight_of_further_tokens_follows_its_schedule():
     config = _config("train.mtp_weight=0.3", "train.mtp_late_weight=0.1", "train.mtp_late_step=5")
     assert [mtp_weight(config, step=step) for step in (1, 4, 5, 9)] == [0.3, 0.3, 0.1, 0.1]

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from nmoe.convert import import_folder
-from nmoe.formats.tokenizers import ByteTokenizer
+from nmoe.formats.tokenizers import ByteTokenizer, load_tokenizer
 from nmoe.model.generate import generate
-from nmoe.sample import load_run
+from nmoe.sample import _text, load_run
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("model.hidden_size=48", "model.ffn_size=64", "moe.expert_size=24", "data.seq_len=64", "train.steps=3")
@@ -68,6 +68,14 @@ def test_generate_streams_a_continuation_of_the_prompt(run):
     prompt = [tokenizer.eos_id, *b"The list "]
     new = generate(model, prompt, max_tokens=12, eos_id=tokenizer.eos_id)
     assert done.stdout == "The list " + tokenizer.decode([t for t in new if t != tokenizer.eos_id]) + "\n"
+
+
+def test_text_appears_character_by_character_and_without_the_end(tmp_path):
+    snowman = list("☃".encode())
+    assert list(_text(ByteTokenizer(), [104, *snowman, snowman[0]])) == ["h", "", "", "☃", "", "\ufffd"]
+    (tmp_path / "tokenizer.json").write_text(_tokenizer_json())
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert "".join(_text(tokenizer, [tokenizer.eos_id])) == ""
 
 
 def test_generate_draws_by_seed(run):
