@@ -13,6 +13,7 @@ from hydra_judge.budget import BudgetError
 from hydra_judge.calibrate import calibrate, read_pairs, write_calibration
 from hydra_judge.corpus import plan
 from hydra_judge.engine import StoppedError
+from hydra_judge.explain import explain
 from hydra_judge.options import (
     FILE,
     FOLDER,
@@ -23,6 +24,7 @@ from hydra_judge.options import (
     take_servers,
 )
 from hydra_judge.pack import pack as pack_scored
+from hydra_judge.report import read_totals, write_report
 from hydra_judge.rubric import load_rubric
 from hydra_judge.score import Reading
 from hydra_judge.session import StudentGate, default_judge, run_estimate, run_score
@@ -255,6 +257,34 @@ def verify(shards: Path) -> None:
         raise StoppedError(f"{shards}: {problems} problems; make the shards again")
     opened = open_shards(shards)
     click.echo(f"{shards}: {opened.num_documents} documents, {opened.num_tokens} tokens, no problem")
+
+
+@group.command("explain")
+@click.argument("shards", type=FOLDER, metavar="SHARDS")
+@click.option(
+    "--offset",
+    type=click.IntRange(0),
+    required=True,
+    metavar="N",
+    help="Token number, counted over all shards in order.",
+)
+@click.option("--tokenizer", default=None, metavar="T", help="What made the shards, if it was not bytes.")
+def explain_command(shards: Path, offset: int, tokenizer: str | None) -> None:
+    """Show the document that holds token N of SHARDS: source, score, and why the judge gave it."""
+    found = explain(shards, offset=offset, tokenizer=tokenizer)
+    text = found.pop("text")
+    for key, value in found.items():
+        click.echo(f"{key}: {value}")
+    click.echo(f"\n{text}")
+
+
+@group.command("report")
+@click.argument("scored", type=FOLDER, metavar="DIR")
+@click.option("--output", type=FOLDER, default=None, help="Folder for report.md and report.html.  [default: DIR]")
+def report_command(scored: Path, output: Path | None) -> None:
+    """Tell what the judge did in DIR: scores, keep rates by source, cost, drop reasons, injection, agreement."""
+    for path in write_report(read_totals(scored), output or scored):
+        click.echo(path)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hydra_judge.explain import VERDICTS, verdict_line
 from nmoe.errors import DataError
 from nmoe.formats.documents import ScoredDocument, open_scored
 from nmoe.formats.shards import ShardWriter
@@ -73,13 +74,17 @@ def pack(
     loaded = load_tokenizer(tokenizer)
     open_scored(scored)  # before the output is touched
     totals = PackTotals()
-    with ShardWriter(
-        output, tokenizer=loaded, shard_tokens=shard_tokens, max_document_tokens=max_document_tokens
-    ) as writer:
+    with (
+        ShardWriter(
+            output, tokenizer=loaded, shard_tokens=shard_tokens, max_document_tokens=max_document_tokens
+        ) as writer,
+        (output / VERDICTS).open("w", encoding="utf-8", newline="\n") as verdicts,
+    ):
         for batch in _batches(_kept(scored, min_score, totals)):
             for document, tokens in zip(batch, loaded.encode_batch([one.text for one in batch]), strict=True):
                 size = len(document.text.encode("utf-8"))
                 writer.add(tokens, id=document.id, source=document.source, score=document.score, text_bytes=size)
+                verdicts.write(verdict_line(document))
                 totals.kept += 1
                 totals.tokens += len(tokens) + 1
         if not totals.kept:

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a token of a shard back to its document, and to what the judge thought of it."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nmoe.errors import DataError, FormatError
+from nmoe.formats.documents import ScoredDocument
+from nmoe.formats.shards import open_shards
+from nmoe.formats.tokenizers import load_tokenizer
+
+__all__ = ["VERDICTS", "explain", "verdict_line"]
+
+VERDICTS = "verdicts.jsonl"
+"""File beside the shards: a line a document, in their order."""
+
+
+def verdict_line(document: ScoredDocument) -> str:
+    """What `pack` keeps of a verdict."""
+    kept = {
+        "id": document.id,
+        "source": document.source,
+        "line": document.line,
+        "score": document.score,
+        "axes": document.axes,
+        "reason": document.reason,
+        "votes": document.votes,
+    }
+    return json.dumps(kept, ensure_ascii=False) + "\n"
+
+
+def _verdicts(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        with path.open(encoding="utf-8") as stream:
+            for number, line in enumerate(stream, start=1):
+                try:
+                    yield dict(json.loads(line))
+                except (ValueError, TypeError):
+                    raise FormatError(f"{path}:{number}: not a verdict; pack the scores again") from None
+    except FileNotFoundError:
+        raise DataError(f"{path}: not found; these shards were not made by `hydra-judge pack`") from None
+
+
+def explain(shards: Path, *, offset: int, tokenizer: str | None) -> dict[str, Any]:
+    """The document that holds a token, and its verdict.
+
+    Args:
+        shards: folder of shards.
+        offset: token number, counted over all shards in order.
+        tokenizer: what made the shards; None if that was "bytes".
+
+    Returns:
+        `text`, `shard`, `start` and `end` (tokens in it), `token` (number in the document), and all of the verdict.
+
+    Raises:
+        DataError: if there is no such token, or the tokenizer is another.
+    """
+    opened = open_shards(shards)
+    spec = tokenizer or opened.tokenizer_name
+    if tokenizer is None and spec != "bytes":
+        raise DataError(f"{shards}: made with the tokenizer {spec}; name it with --tokenizer")
+    loaded = load_tokenizer(spec)
+    if loaded.sha256 != opened.tokenizer_sha256:
+        raise DataError(
+            f"{shards}: made with the tokenizer {opened.tokenizer_name}, not with {spec}; name that with --tokenizer"
+        )
+    place = opened.locate(offset)
+    shard = opened.shards[place.shard]
+    before = sum(len(one.tokens) for one in opened.shards[: place.shard])
+    key = (place.lineage["id"], place.lineage["source"])
+    verdict = next((one for one in _verdicts(shards / VERDICTS) if (one["id"], one["source"]) == key), None)
+    if verdict is None:
+        raise DataError(f"{shards / VERDICTS}: has no document {key[0]!r} of {key[1]}; pack the scores again")
+    return {
+        **verdict,
+        **{name: place.lineage[name] for name in ("piece", "pieces") if name in place.lineage},
+        "shard": shard.name,
+        "start": place.start,
+        "end": place.end,
+        "token": offset - before - place.start,
+        "text": loaded.decode(np.asarray(shard.tokens[place.start : place.end])),
+    }
