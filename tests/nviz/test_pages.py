@@ -81,7 +81,7 @@ def test_runs_lists_every_run_with_status_and_last_values(fleet: Path, page: Ope
     assert table.loc["baseline", "loss"] == last
     assert table.loc["baseline", "best loss"] == best
     assert table.loc["crashed", "note"] == "RuntimeError: device lost"
-    assert table.loc["silent", "last sign of life"] == "60 min ago"
+    assert re.fullmatch(r"6\d min ago", table.loc["silent", "last sign of life"])
 
 
 def test_runs_can_be_found_by_a_configuration_key(fleet: Path, page: Open):
@@ -221,7 +221,7 @@ def test_router_history_shows_the_layer_that_was_asked_for(fleet: Path, page: Op
 def test_spike_is_traced_to_its_document_and_what_the_judge_said(fleet: Path, page: Open):
     app = page(fleet, "spikes", run=["spiky"])
     assert not app.exception
-    assert "at step 22" in app.selectbox[0].value
+    assert "at step 22" in str(app.selectbox[0].value)
     table = app.dataframe[0].value
     assert set(table["document"]) == {"crawl/junk"}
     assert sorted(set(table["step"])) == [220, 221, 222, 223]

@@ -81,6 +81,47 @@ def test_downsampling_keeps_the_same_points_while_a_run_grows():
     assert set(short.step[short.step < settled]) == set(whole.step[whole.step < settled])
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    values=arrays.arrays(np.float64, st.integers(2, 400), elements=ANY),
+    cuts=st.lists(st.floats(0, 1), min_size=1, max_size=4),
+    limit=st.sampled_from([8, 30, 100]),
+)
+def test_answers_that_grow_equal_those_asked_anew(values: np.ndarray, cuts: list[float], limit: int):
+    points, inventory = None, None
+    for length in [*sorted(int(cut * len(values)) for cut in cuts), len(values)]:
+        store = store_of(values[:length])
+        points = queries.points(store, Line(name="m"), max_points=limit, earlier=points)
+        inventory = queries.inventory(store, inventory)
+        anew = queries.points(store, Line(name="m"), max_points=limit)
+        assert queries.inventory(store).measures == inventory.measures
+        assert (points.total, points.width) == (anew.total, anew.width) or points.width != anew.width
+        if points.width == anew.width:
+            for name in ("step", "time", "value", "mean_step", "weight", "broken_step"):
+                assert np.array_equal(getattr(points, name), getattr(anew, name)), name
+        fine = values[:length][np.isfinite(values[:length])]
+        assert len(points.step) <= limit
+        if len(fine):
+            assert (points.value.min(), points.value.max()) == (fine.min(), fine.max())
+
+
+def test_growing_asks_only_what_is_new_until_another_process_writes(tmp_path: Path):
+    store = Store(tmp_path / STORE)
+    given_: list[int | None] = []
+
+    def last(connection: duckdb.DuckDBPyConnection, earlier: int | None) -> int:
+        given_.append(earlier)
+        return connection.execute("SELECT max(step) FROM metrics").fetchall()[0][0]
+
+    with MetricWriter(tmp_path, publish_s=3600) as writer:
+        for step, epoch in ((1, "a"), (2, "a"), (3, "b")):
+            writer.log(step, {"train/loss": 1.0})
+            writer.flush()
+            assert store.grow("last", last, epoch=epoch) == step
+            assert store.grow("last", last, epoch=epoch) == step
+    assert given_ == [None, 1, None]
+
+
 def test_a_narrow_range_shows_every_value():
     values = np.random.default_rng(0).normal(size=100_000)
     found = queries.points(store_of(values), Line(name="m"), first=50_000, last=51_500)
@@ -120,7 +161,7 @@ def test_per_layer_shows_what_stands_out_not_the_mean(tmp_path: Path):
 
 
 def test_measures_show_a_metric_that_the_catalogue_does_not_know():
-    found = queries.measures(store_of(np.array([1.0, 2.0])))["m"]
+    found = queries.inventory(store_of(np.array([1.0, 2.0]))).measures["m"]
     assert (found.unit, found.rows, found.last_step, found.scalar) == ("", 2, 1, True)
 
 

@@ -23,6 +23,7 @@ import duckdb
 from nmoe.formats import NmoeError
 from nmoe.formats.runs import RunStatus
 from nviz.catalog import Entry
+from nviz.queries import Measure
 from nviz.settings import SettingsError
 from nviz.source import UnpublishedError
 
@@ -135,9 +136,13 @@ def try_rules(entry: Entry, rules: Sequence[Rule]) -> list[Alert]:
     try:
         store = entry.store()
         with store.session():
+            known = entry.measures()
             for rule in rules:
-                if rule.kind != "status":
-                    text = store.read(rule, lambda connection, rule=rule: _ask(connection, rule))
+                if rule.kind != "status" and rule.metric in known:
+                    measure = known[rule.metric]
+                    text = store.read(
+                        rule, lambda connection, rule=rule, measure=measure: _ask(connection, rule, measure)
+                    )
                     found += [Alert(run=entry.key, rule=rule, text=text)] if text else []
     except UnpublishedError:
         pass  # nothing is written yet, which is no fault
@@ -151,30 +156,30 @@ def _state(entry: Entry) -> str:
     return f"{entry.info.status} at step {entry.info.step:,}{f': {entry.info.error}' if entry.info.error else ''}"
 
 
-def _ask(connection: Connection, rule: Rule) -> str:
+def _ask(connection: Connection, rule: Rule, measure: Measure) -> str:
     """What there is to say about a rule that holds; empty if it does not."""
     match rule.kind:
         case "not_finite":
-            count, first, last = connection.execute(
-                "SELECT count(*), min(step), max(step) FROM metrics WHERE name = ? AND NOT isfinite(value)",
-                [rule.metric],
-            ).fetchall()[0]
-            return f"{rule.metric} was NaN or infinite {count:,} times, steps {first:,} to {last:,}" if count else ""
+            if not measure.broken:
+                return ""
+            return (
+                f"{measure.name} was NaN or infinite {measure.broken:,} times, "
+                f"steps {measure.first_broken:,} to {measure.last_broken:,}"
+            )
         case "above" | "below":
-            return _past_limit(connection, rule)
+            return _past_limit(connection, rule, measure)
         case _:
-            return _dropped(connection, rule)
+            return _dropped(connection, rule, measure)
 
 
-def _past_limit(connection: Connection, rule: Rule) -> str:
+def _past_limit(connection: Connection, rule: Rule, measure: Measure) -> str:
     sign = ">" if rule.kind == "above" else "<"
     rows = connection.execute(
         f"""
-        SELECT step, layer, expert, rank, value FROM metrics
-        WHERE name = ? AND step = (SELECT max(step) FROM metrics WHERE name = ?) AND value {sign} ?
+        SELECT step, layer, expert, rank, value FROM metrics WHERE name = ? AND step = ? AND value {sign} ?
         ORDER BY value {"DESC" if rule.kind == "above" else "ASC"}
         """,  # noqa: S608 - a sign chosen above
-        [rule.metric, rule.metric, rule.limit],
+        [rule.metric, measure.last_step, rule.limit],
     ).fetchall()
     if not rows:
         return ""
@@ -186,15 +191,17 @@ def _past_limit(connection: Connection, rule: Rule) -> str:
     return f"{rule.metric} is {value:.4g} {sign} {rule.limit:g} at step {step:,}{f' ({where}{more})' if where else ''}"
 
 
-def _dropped(connection: Connection, rule: Rule) -> str:
+def _dropped(connection: Connection, rule: Rule, measure: Measure) -> str:
+    # Twice the steps that 110 values take at the run's pace: the rest of the store need not be read.
+    reach = 220 * -(-(measure.last_step - measure.first_step + 1) // measure.rows)
     now, before, count = connection.execute(
         """
         SELECT median(value) FILTER (place <= 10), median(value) FILTER (place > 10), count(*) FROM (
             SELECT value, row_number() OVER (ORDER BY step DESC) AS place FROM metrics
-            WHERE name = ? AND layer IS NULL AND expert IS NULL AND rank IS NULL AND isfinite(value)
+            WHERE name = ? AND step > ? AND layer IS NULL AND expert IS NULL AND rank IS NULL AND isfinite(value)
         ) WHERE place <= 110
         """,
-        [rule.metric],
+        [rule.metric, measure.last_step - reach],
     ).fetchall()[0]
     if count < 30 or before <= 0 or now >= before * (1 - rule.by):
         return ""

@@ -8,9 +8,14 @@ A key is looked up among the folders that were listed and never joined to a path
 from dataclasses import dataclass
 from pathlib import Path
 
+import duckdb
+import numpy as np
+
 from nmoe.formats.files import inside
 from nmoe.formats.metrics import STORE
 from nmoe.formats.runs import RunInfo, list_runs
+from nviz import queries
+from nviz.queries import Line, Measure, Points
 from nviz.settings import Settings
 from nviz.source import Store, store_at
 
@@ -38,6 +43,31 @@ class Entry:
             DataError: if the store is a link that leaves the root.
         """
         return store_at(inside(self.root, f"{self.info.path.name}/{STORE}"))
+
+    def measures(self) -> dict[str, Measure]:
+        """Every metric of the run that has values, by name. Raises as `Store.read` does."""
+        return self.store().grow("inventory", queries.inventory, epoch=self.epoch).measures
+
+    def points(self, line: Line, *, first: int | None = None, last: int | None = None) -> Points:
+        """A series of the run with its extremes. Raises as `Store.read` does."""
+
+        def ask(connection: duckdb.DuckDBPyConnection, earlier: Points | None) -> Points:
+            return queries.points(connection, line, first=first, last=last, earlier=earlier)
+
+        return self.store().grow(("points", line, first, last), ask, epoch=self.epoch)
+
+    def steps(self, name: str) -> np.ndarray:
+        """Steps at which a metric was written: int64 [N], ascending."""
+
+        def ask(connection: duckdb.DuckDBPyConnection, earlier: np.ndarray | None) -> np.ndarray:
+            return queries.steps_of(connection, name, earlier)
+
+        return self.store().grow(("steps", name), ask, epoch=self.epoch)
+
+    @property
+    def epoch(self) -> tuple[str, str, int]:
+        """Identity of the process that writes the run; another one after a resume."""
+        return self.info.id, self.info.host, self.info.pid
 
 
 def list_entries(settings: Settings) -> dict[str, Entry]:

@@ -6,8 +6,9 @@ its lowest and highest point: no spike can fall between the points that are draw
 a running run grows. One series of a 10-million-row store takes 20 ms on 2 cores.
 """
 
+import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,13 +17,14 @@ import numpy as np
 
 __all__ = [
     "MAX_POINTS",
+    "Inventory",
     "Line",
     "Measure",
     "Points",
     "grid",
+    "inventory",
     "latest",
     "means",
-    "measures",
     "per_layer",
     "points",
     "steps_of",
@@ -48,6 +50,10 @@ class Measure:
     experts: int
     ranks: int
     """Largest index plus one on each axis; 0 where the metric has no such axis."""
+    broken: int
+    first_broken: int | None
+    last_broken: int | None
+    """Values that are NaN or infinite, and the first and last step that has one."""
 
     @property
     def scalar(self) -> bool:
@@ -83,6 +89,7 @@ class Points:
         broken_step: int64 [B]: steps whose value is NaN or infinite, at most one a bucket.
         total: values that the series has in the range.
         width: steps in a bucket.
+        table: a row a bucket, what the rest was made of; a later answer is built upon it.
     """
 
     step: np.ndarray
@@ -94,6 +101,7 @@ class Points:
     broken_step: np.ndarray
     total: int
     width: int
+    table: dict[str, np.ndarray]
 
 
 def _columns(connection: Connection, query: str, parameters: Sequence[Any] = ()) -> dict[str, np.ndarray]:
@@ -105,34 +113,70 @@ def _columns(connection: Connection, query: str, parameters: Sequence[Any] = ())
     }
 
 
-def measures(connection: Connection) -> dict[str, Measure]:
-    """Every metric that has values, by name; one that the catalogue does not know is shown without a unit."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inventory:
+    """Every metric that has values.
+
+    Attributes:
+        measures: by name; one that the catalogue does not know has no unit.
+        settled: the same without the newest step, whose rows may still be coming.
+        until: the newest step.
+    """
+
+    measures: dict[str, Measure]
+    settled: dict[str, Measure]
+    until: int
+
+
+def inventory(connection: Connection, earlier: Inventory | None = None) -> Inventory:
+    """What a store holds.
+
+    Args:
+        connection: an open store.
+        earlier: the answer on an earlier publication; only rows from its newest step on are asked for.
+    """
+    settled = {} if earlier is None else dict(earlier.settled)
+    since = 0 if earlier is None else earlier.until
+    until = connection.execute("SELECT coalesce(max(step), 0) FROM metrics WHERE step >= ?", [since]).fetchall()[0][0]
     rows = connection.execute(
         """
-        SELECT name, coalesce(unit, ''), coalesce(kind, ''), coalesce(meaning, ''), rows, first, last, layers, experts, ranks
+        SELECT open, name, coalesce(unit, ''), coalesce(kind, ''), coalesce(meaning, ''), rows, first, last, layers,
+            experts, ranks, broken, first_broken, last_broken
         FROM (
-            SELECT name, count(*) AS rows, min(step) AS first, max(step) AS last,
+            SELECT step >= ? AS open, name, count(*) AS rows, min(step) AS first, max(step) AS last,
                 coalesce(max(layer) + 1, 0) AS layers, coalesce(max(expert) + 1, 0) AS experts,
-                coalesce(max(rank) + 1, 0) AS ranks
-            FROM metrics GROUP BY name
-        ) LEFT JOIN (SELECT DISTINCT ON (name) * FROM catalogue) USING (name) ORDER BY name
-        """
+                coalesce(max(rank) + 1, 0) AS ranks, count(*) FILTER (NOT isfinite(value)) AS broken,
+                min(step) FILTER (NOT isfinite(value)) AS first_broken,
+                max(step) FILTER (NOT isfinite(value)) AS last_broken
+            FROM metrics WHERE step >= ? GROUP BY ALL
+        ) LEFT JOIN (SELECT DISTINCT ON (name) * FROM catalogue) USING (name) ORDER BY open, name
+        """,
+        [until, since],
     ).fetchall()
-    return {
-        row[0]: Measure(
-            name=row[0],
-            unit=row[1],
-            kind=row[2],
-            meaning=row[3],
-            rows=row[4],
-            first_step=row[5],
-            last_step=row[6],
-            layers=row[7],
-            experts=row[8],
-            ranks=row[9],
-        )
-        for row in rows
-    }
+    whole = settled
+    for is_open, *row in rows:
+        if is_open and whole is settled:
+            whole = dict(settled)
+        fresh = Measure(**dict(zip(_MEASURE_FIELDS, row, strict=True)))
+        whole[fresh.name] = _joined(whole[fresh.name], fresh) if fresh.name in whole else fresh
+    return Inventory(measures=dict(sorted(whole.items())), settled=settled, until=until)
+
+
+_MEASURE_FIELDS = tuple(field.name for field in dataclasses.fields(Measure))
+
+
+def _joined(old: Measure, new: Measure) -> Measure:
+    return dataclasses.replace(
+        new,
+        rows=old.rows + new.rows,
+        first_step=old.first_step,
+        layers=max(old.layers, new.layers),
+        experts=max(old.experts, new.experts),
+        ranks=max(old.ranks, new.ranks),
+        broken=old.broken + new.broken,
+        first_broken=new.first_broken if old.first_broken is None else old.first_broken,
+        last_broken=old.last_broken if new.last_broken is None else new.last_broken,
+    )
 
 
 def _where(line: Line) -> tuple[str, list[Any]]:
@@ -162,6 +206,7 @@ def points(
     first: int | None = None,
     last: int | None = None,
     max_points: int = MAX_POINTS,
+    earlier: Points | None = None,
 ) -> Points:
     """A series with its extremes kept.
 
@@ -171,45 +216,77 @@ def points(
         first: first step of the range; None: from the beginning.
         last: last step of the range, included; None: to the end.
         max_points: largest number of points; at least 4. Fewer values than this are all given as they are.
+        earlier: the answer on an earlier publication of the same run; only its last bucket and what follows are asked.
     """
     where, parameters = _where(line)
     for bound, term in ((first, "step >= ?"), (last, "step <= ?")):
         if bound is not None:
             where, parameters = f"{where} AND {term}", [*parameters, bound]
-    # One scan of the store; what follows asks only the rows of this series.
+    if earlier is not None and len(earlier.table["bucket"]):
+        newest = int(earlier.table["bucket"][-1])
+        tail = [*parameters, newest * earlier.width]
+        fresh = _buckets(connection, f"{where} AND step >= ?", tail, lambda total, low, high: earlier.width)[0]
+        settled = {name: column[:-1] for name, column in earlier.table.items()}
+        table = {name: np.concatenate([settled[name], fresh[name]]) for name in fresh}
+        if _suffices(table, earlier.width, max_points) and len(fresh["bucket"]):
+            return _points(table, earlier.width)
+
+    def choose(total: int, low: int, high: int) -> int:
+        # Two points a bucket; each end of the series takes one more.
+        return 1 if total <= max_points else bucket_width(high - low + 1, (max_points - 2) // 2)
+
+    return _points(*_buckets(connection, where, parameters, choose))
+
+
+def _suffices(table: dict[str, np.ndarray], width: int, max_points: int) -> bool:
+    """Whether a grown table is what a whole query would give: not too fine."""
+    return int(table["rows"].sum()) <= max_points if width == 1 else len(table["bucket"]) <= (max_points - 2) // 2
+
+
+def _buckets(
+    connection: Connection, where: str, parameters: Sequence[Any], choose: Callable[[int, int, int], int]
+) -> tuple[dict[str, np.ndarray], int]:
+    """A row a bucket, in order, and the width; one scan of the store."""
     connection.execute(
-        f"CREATE OR REPLACE TEMP TABLE chosen AS SELECT step, time, value FROM metrics WHERE {where}",  # noqa: S608
+        f"CREATE OR REPLACE TEMP TABLE chosen AS SELECT step, time, value, isfinite(value) AS fine FROM metrics WHERE {where}",  # noqa: S608
         parameters,
     )
     low, high, total = connection.execute("SELECT min(step), max(step), count(*) FROM chosen").fetchall()[0]
-    # Two points a bucket; each end of the series takes one more.
-    width = 1 if total <= max_points else bucket_width(high - low + 1, (max_points - 2) // 2)
+    width = choose(total, low or 0, high or 0)
     table = _columns(
         connection,
         f"""
-        SELECT step // {width} AS bucket, count(*) AS weight, avg(value) AS mean,
-            arg_min(step, value) AS low_step, arg_min(time, value) AS low_time, min(value) AS low_value,
-            arg_max(step, value) AS high_step, arg_max(time, value) AS high_time, max(value) AS high_value,
-            min(step) AS first_step, arg_min(time, step) AS first_time, arg_min(value, step) AS first_value,
-            max(step) AS last_step, arg_max(time, step) AS last_time, arg_max(value, step) AS last_value
-        FROM chosen WHERE isfinite(value) GROUP BY bucket ORDER BY bucket
+        SELECT step // {width} AS bucket, count(*) AS rows, count(*) FILTER (fine) AS weight,
+            avg(value) FILTER (fine) AS mean,
+            arg_min(step, value) FILTER (fine) AS low_step, arg_min(time, value) FILTER (fine) AS low_time,
+            min(value) FILTER (fine) AS low_value,
+            arg_max(step, value) FILTER (fine) AS high_step, arg_max(time, value) FILTER (fine) AS high_time,
+            max(value) FILTER (fine) AS high_value,
+            min(step) FILTER (fine) AS first_step, arg_min(time, step) FILTER (fine) AS first_time,
+            arg_min(value, step) FILTER (fine) AS first_value,
+            max(step) FILTER (fine) AS last_step, arg_max(time, step) FILTER (fine) AS last_time,
+            arg_max(value, step) FILTER (fine) AS last_value,
+            coalesce(min(step) FILTER (NOT fine), -1) AS broken
+        FROM chosen GROUP BY bucket ORDER BY bucket
         """,  # noqa: S608 - an integer computed above
     )
-    broken = _columns(
-        connection,
-        f"SELECT min(step) AS step FROM chosen WHERE NOT isfinite(value) GROUP BY step // {width} ORDER BY step",  # noqa: S608
-    )
-    step, time, value = _drawn(table)
+    return table, width
+
+
+def _points(table: dict[str, np.ndarray], width: int) -> Points:
+    fine = {name: column[table["weight"] > 0] for name, column in table.items()}
+    step, time, value = _drawn(fine)
     return Points(
         step=step,
         time=time,
         value=value,
-        mean_step=np.asarray((table["first_step"] + table["last_step"]) // 2, np.int64),
-        mean=np.asarray(table["mean"], np.float64),
-        weight=np.asarray(table["weight"], np.float64),
-        broken_step=np.asarray(broken["step"], np.int64),
-        total=total,
+        mean_step=np.asarray((fine["first_step"] + fine["last_step"]) // 2, np.int64),
+        mean=np.asarray(fine["mean"], np.float64),
+        weight=np.asarray(fine["weight"], np.float64),
+        broken_step=np.asarray(table["broken"][table["broken"] >= 0], np.int64),
+        total=int(table["rows"].sum()),
         width=width,
+        table=table,
     )
 
 
@@ -247,10 +324,15 @@ def values_at(connection: Connection, name: str, steps: np.ndarray) -> np.ndarra
     return found
 
 
-def steps_of(connection: Connection, name: str) -> np.ndarray:
-    """Steps at which a metric was written: int64 [N], ascending."""
-    table = _columns(connection, "SELECT DISTINCT step FROM metrics WHERE name = ? ORDER BY step", [name])
-    return np.asarray(table["step"], np.int64)
+def steps_of(connection: Connection, name: str, earlier: np.ndarray | None = None) -> np.ndarray:
+    """Steps at which a metric was written: int64 [N], ascending; only those after `earlier` are asked for."""
+    known = np.empty(0, np.int64) if earlier is None else earlier
+    table = _columns(
+        connection,
+        "SELECT DISTINCT step FROM metrics WHERE name = ? AND step > ? ORDER BY step",
+        [name, int(known[-1]) if len(known) else -1],
+    )
+    return np.concatenate([known, np.asarray(table["step"], np.int64)])
 
 
 def grid(connection: Connection, name: str, step: int) -> np.ndarray:

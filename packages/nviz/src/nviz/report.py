@@ -35,7 +35,7 @@ def report(entry: Entry) -> str:
     """
     store = entry.store()
     with store.session():
-        measures = store.read("measures", queries.measures)
+        measures = entry.measures()
         figures = list(_figures(entry, measures))
         found = store.read("spikes", spikes.find)
     info = entry.info

@@ -60,17 +60,10 @@ def curve(entry: Entry, line: Line, view: View, *, number: int, label: str) -> C
         DataError: if there is no readable store.
     """
 
-    def ask(connection: duckdb.DuckDBPyConnection) -> tuple[Points, np.ndarray, np.ndarray, np.ndarray]:
-        found = queries.points(connection, line, first=view.first, last=view.last)
-        if view.x in ("step", "clock", "time since start"):
-            return found, found.step, found.mean_step, found.broken_step
-        name = "train/tokens" if view.x == "tokens" else view.x
-        x, mean_x, broken_x = (
-            queries.values_at(connection, name, steps) for steps in (found.step, found.mean_step, found.broken_step)
-        )
-        return found, x, mean_x, broken_x
-
-    found, x, mean_x, broken_x = entry.store().read((line, view.x, view.first, view.last), ask)
+    found = entry.points(line, first=view.first, last=view.last)
+    x, mean_x, broken_x = found.step, found.mean_step, found.broken_step
+    if view.x not in ("step", "clock", "time since start"):
+        x, mean_x, broken_x = _against(entry, found, "train/tokens" if view.x == "tokens" else view.x, line, view)
     if view.x in ("clock", "time since start"):
         x, mean_x, broken_x = _clock(entry, found, elapsed=view.x != "clock")
     half_width = round(len(found.mean) * view.window / 2)
@@ -86,6 +79,20 @@ def curve(entry: Entry, line: Line, view: View, *, number: int, label: str) -> C
         smooth_y=smooth_y[keep_mean] if half_width else smooth_y,
         broken_x=broken_x[np.isfinite(broken_x)],
     )
+
+
+def _against(
+    entry: Entry, found: Points, name: str, line: Line, view: View
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Another metric's values at the points, the means and the steps that are not finite."""
+    wanted = (found.step, found.mean_step, found.broken_step)
+
+    def ask(connection: duckdb.DuckDBPyConnection) -> np.ndarray:
+        return queries.values_at(connection, name, np.concatenate(wanted))
+
+    values = entry.store().read(("against", name, line, view.first, view.last), ask)
+    ends = np.cumsum([len(steps) for steps in wanted])
+    return values[: ends[0]], values[ends[0] : ends[1]], values[ends[1] :]
 
 
 def _clock(entry: Entry, found: Points, *, elapsed: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

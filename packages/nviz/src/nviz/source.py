@@ -55,6 +55,7 @@ class Store:
         self._depth = 0
         self._stamp: Stamp | None = None
         self._answers: OrderedDict[Hashable, Any] = OrderedDict()
+        self._grown: OrderedDict[Hashable, tuple[Hashable, Any]] = OrderedDict()
 
     def stamp(self) -> Stamp:
         """Identity of the file as it is now.
@@ -110,6 +111,27 @@ class Store:
             if isinstance(answer, NmoeError):
                 raise answer
             return answer
+
+    def grow(self, key: Hashable, query: Callable[[duckdb.DuckDBPyConnection, T | None], T], *, epoch: Hashable) -> T:
+        """As `read`, but `query` is also given its answer on an earlier publication, so that it asks only what is new.
+
+        Args:
+            key: names the question.
+            query: called with an open connection and the earlier answer, None if there is none.
+            epoch: identity of the process that writes; rows of an earlier one may have been replaced by a resume, so
+                what was answered then is not built upon.
+        """
+
+        def ask(connection: duckdb.DuckDBPyConnection) -> T:
+            known, earlier = self._grown.get(key, (None, None))
+            answer = query(connection, earlier if known == epoch else None)
+            self._grown[key] = (epoch, answer)
+            self._grown.move_to_end(key)
+            while len(self._grown) > ANSWERS:
+                self._grown.popitem(last=False)
+            return answer
+
+        return self.read(key, ask)
 
     def once(self, query: Callable[[duckdb.DuckDBPyConnection], T]) -> T:
         """The answer of `query`, not remembered: for large answers. Raises as `read` does."""

@@ -17,7 +17,7 @@ def _table(listed: list[Entry], rules: tuple[alerts.Rule, ...]) -> None:
     found: list[alerts.Alert] = []
     left = 0
     for entry in listed:
-        if time.monotonic() > deadline and not all(rule.kind == "status" or _known(entry, rule) for rule in rules):
+        if time.monotonic() > deadline and not _known(entry):
             left += 1
             continue
         found += alerts.try_rules(entry, rules)
@@ -36,10 +36,10 @@ def _table(listed: list[Entry], rules: tuple[alerts.Rule, ...]) -> None:
         st.rerun()
 
 
-def _known(entry: Entry, rule: alerts.Rule) -> bool:
-    """Whether trying the rule opens no file; a store that cannot be looked at costs nothing either."""
+def _known(entry: Entry) -> bool:
+    """Whether the rules were tried on this publication; a store that cannot be looked at costs nothing either."""
     try:
-        return entry.store().knows(rule)
+        return entry.store().knows("inventory")
     except NmoeError:
         return True
 

@@ -7,7 +7,7 @@ import numpy as np
 import streamlit as st
 
 from nmoe.formats import NmoeError
-from nviz import charts, queries, series, tables, ui
+from nviz import charts, series, tables, ui
 from nviz.catalog import Entry
 from nviz.queries import Line, Measure
 
@@ -19,7 +19,7 @@ def _measures(chosen: list[Entry]) -> dict[str, Measure]:
     found: dict[str, Measure] = {}
     for entry in chosen:
         with ui.guard(entry.key):
-            found |= entry.store().read("measures", queries.measures)
+            found |= entry.measures()
     return dict(sorted(found.items()))
 
 
@@ -126,7 +126,7 @@ def _draw(lines: list[Line], known: dict[str, Measure], view: series.View, logs:
 def _readable(entry: Entry) -> bool:
     """Whether the store can be read; why not was said once, above the charts."""
     try:
-        entry.store().read("measures", queries.measures)
+        entry.measures()
     except NmoeError:
         return False
     return True

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Router health: who receives the tokens, layer by layer, expert by expert, and whether it stays that way."""
 
-import duckdb
 import numpy as np
 import streamlit as st
 
 from nviz import charts, queries, ui
 from nviz.catalog import Entry
-from nviz.queries import Line, Measure, Points
+from nviz.queries import Line, Measure
 
 LOAD = "router/load"
 
@@ -16,7 +15,7 @@ def _heatmap(key: str, name: str, relative: bool) -> None:
     """The layer x expert picture at the chosen step: the newest unless the slider was moved."""
     entry = ui.entry_now(key)
     store = entry.store()
-    steps = store.read(("steps", name), lambda connection: queries.steps_of(connection, name))
+    steps = entry.steps(name)
     if not len(steps):
         st.info(f"{name} has no values yet.", icon=":material/hourglass_empty:")
         return
@@ -64,7 +63,7 @@ def _facts(picture: np.ndarray) -> None:
 
 def _slider(entry: Entry, name: str) -> None:
     """Which step is shown; at the right end the newest, and it moves on with the run."""
-    steps = entry.store().read(("steps", name), lambda connection: queries.steps_of(connection, name))
+    steps = entry.steps(name)
     if len(steps) < 2:
         return
     left, right = st.columns([5, 1], vertical_alignment="bottom")
@@ -95,7 +94,7 @@ def _history(key: str, name: str, layer: int) -> None:
     entry = ui.entry_now(key)
     store = entry.store()
     with store.session():
-        measures = store.read("measures", queries.measures)
+        measures = entry.measures()
         with ui.guard(name):
             picture, first = store.read(
                 ("history", name, layer), lambda connection: queries.per_layer(connection, name, layer=layer)
@@ -135,11 +134,10 @@ def _cost(entry: Entry, measures: dict[str, Measure]) -> None:
     if not {"router/overload", "speed/step_time"} <= set(measures):
         return
 
-    def ask(connection: duckdb.DuckDBPyConnection) -> tuple[Points, np.ndarray]:
-        found = queries.points(connection, Line(name="router/overload"))
-        return found, queries.values_at(connection, "speed/step_time", found.step)
-
-    found, seconds = entry.store().read("cost", ask)
+    found = entry.points(Line(name="router/overload"))
+    seconds = entry.store().read(
+        "cost", lambda connection: queries.values_at(connection, "speed/step_time", found.step)
+    )
     if not len(found.step):
         return
     st.metric(
@@ -163,7 +161,7 @@ def main() -> None:
     entry = ui.focus(ui.runs_in_view())
     if entry is None:
         return
-    measures = entry.store().read("measures", queries.measures)
+    measures = entry.measures()
     names = _grids(measures)
     if not names:
         st.info("This run has written no value by layer and expert yet.", icon=":material/hourglass_empty:")

@@ -24,13 +24,11 @@ def _parts(entry: Entry, measures: dict[str, Measure]) -> None:
     if WHOLE not in measures:
         return
     names = [name for name in PARTS if name in measures]
-    whole = entry.store().read("mean-" + WHOLE, lambda connection: queries.points(connection, Line(name=WHOLE)))
+    whole = entry.points(Line(name=WHOLE))
     steps = whole.mean_step
     stack = {}
     for name in names:
-        found = entry.store().read(
-            "mean-" + name, lambda connection, name=name: queries.points(connection, Line(name=name))
-        )
+        found = entry.points(Line(name=name))
         if len(found.mean):
             stack[name] = np.interp(steps, found.mean_step, found.mean)
     rest = np.maximum(whole.mean - sum(stack.values(), np.zeros(len(steps))), 0.0)
@@ -76,7 +74,7 @@ def _draw(key: str) -> None:
     entry = ui.entry_now(key)
     store = entry.store()
     with store.session():
-        measures = store.read("measures", queries.measures)
+        measures = entry.measures()
         ui.freshness(entry, step=max((measure.last_step for measure in measures.values()), default=0))
         with ui.guard("Parts of a step"):
             _parts(entry, measures)
