@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`nmoe-train` and `nmoe-prep`: arguments in, exit status out.
 
-An error that the user can mend is one line and exit status 2, failed work is 1, a run that a signal stopped is 128 plus
-the signal's number, as a shell says it. PyTorch is imported only when a run begins, so that help, checks of a config and
-`--dry-run` answer at once, also where it is not installed.
+An error that the user can mend is one line and exit status 2 (a file system that refuses is one), failed work is 1, a
+run that a signal stopped is 128 plus the signal's number, as a shell says it. PyTorch is imported only when a run begins,
+so that help, checks of a config and `--dry-run` answer at once, also where it is not installed.
 """
 
 import argparse
 import importlib.util
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -57,25 +58,26 @@ def prep_parser() -> argparse.ArgumentParser:
     """Arguments of `nmoe-prep`."""
     parser = argparse.ArgumentParser(
         prog="nmoe-prep",
+        usage="nmoe-prep [options] --output DIR (INPUT ... | --builtin python-docs)",
         description="Make token shards from text, without a judge. Reads .txt (one document a file) and .jsonl (key "
         "'text'), plain or .gz, and folders of them.",
     )
     parser.add_argument("inputs", metavar="INPUT", nargs="*", help="file or folder")
-    parser.add_argument("--builtin", choices=["python-docs"], help="instead of INPUT: text that comes with Python")
-    parser.add_argument("--output", metavar="DIR", required=True, help="folder to make")
     parser.add_argument(
-        "--tokenizer", metavar="T", default="bytes", help="'bytes' (default), a tokenizer.json or a folder with one"
+        "--builtin",
+        metavar="NAME",
+        choices=["python-docs"],
+        help="instead of INPUT: python-docs, English text that comes with Python, as bytes; makes DIR/train and DIR/val",
     )
+    parser.add_argument("--output", metavar="DIR", required=True, help="folder to make")
+    parser.add_argument("--tokenizer", metavar="T", help="'bytes' (default), a tokenizer.json or a folder with one")
     parser.add_argument(
         "--val-fraction",
         metavar="F",
         type=float,
-        default=0.0,
         help="share of the documents held out, 0 to 1; makes DIR/train and DIR/val (default: 0, DIR alone)",
     )
-    parser.add_argument(
-        "--shard-tokens", metavar="N", type=int, default=100_000_000, help="largest shard, in tokens (default: 100 M)"
-    )
+    parser.add_argument("--shard-tokens", metavar="N", type=int, help="largest shard, in tokens (default: 100000000)")
     parser.add_argument("--version", action="version", version=f"nmoe-core {nmoe.__version__}")
     return parser
 
@@ -87,6 +89,13 @@ def _exit_status(work: Callable[[], int]) -> int:
     except NmoeError as error:
         print("error: " + " ".join(str(error).splitlines()), file=sys.stderr)
         return 2
+    except OSError as error:
+        if error.filename is None:  # not about a file of the user's: a defect, which keeps its traceback
+            raise
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:  # before a run begins or in nmoe-prep; a run that trains stops with a checkpoint
+        return 128 + signal.SIGINT
 
 
 def train(arguments: Sequence[str] | None = None) -> int:
@@ -160,29 +169,55 @@ def _prep(options: argparse.Namespace) -> int:
     if bool(options.inputs) == bool(options.builtin):
         raise ConfigError("nmoe-prep: expected either INPUT files or --builtin python-docs")
     if options.builtin:
+        for name in ("tokenizer", "val_fraction", "shard_tokens"):
+            if getattr(options, name) is not None:
+                raise ConfigError(f"--{name.replace('_', '-')}: has no effect with --builtin; leave it out")
         print(make_python_docs(output))
         return 0
-    if not 0 <= options.val_fraction < 1:
-        raise ConfigError(f"--val-fraction {options.val_fraction}: expected 0 or more and less than 1")
-    began = time.monotonic()
-
-    def report(documents: int, size: int) -> None:
-        rate = size / max(1e-9, time.monotonic() - began)
-        end = "\r" if sys.stderr.isatty() else "\n"
-        print(f"{documents:,} documents, {size / 1e6:.1f} MB, {rate / 1e6:.1f} MB/s", end=end, file=sys.stderr)
-
-    summary = prepare(
-        find_inputs(options.inputs),
-        tokenizer=load_tokenizer(options.tokenizer),
-        output=output,
-        val_fraction=options.val_fraction,
-        shard_tokens=options.shard_tokens,
-        report=report,
-    )
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
+    fraction = 0.0 if options.val_fraction is None else options.val_fraction
+    if not 0 <= fraction < 1:
+        raise ConfigError(f"--val-fraction {fraction}: expected 0 or more and less than 1")
+    shard_tokens = 100_000_000 if options.shard_tokens is None else options.shard_tokens
+    if shard_tokens < 2:
+        raise ConfigError(f"--shard-tokens {shard_tokens}: expected 2 or more")
+    inputs = find_inputs(options.inputs)
+    tokenizer = load_tokenizer(options.tokenizer or "bytes")
+    with _PrepProgress() as progress:
+        summary = prepare(
+            inputs,
+            tokenizer=tokenizer,
+            output=output,
+            val_fraction=fraction,
+            shard_tokens=shard_tokens,
+            report=progress.show,
+        )
     _print_prepared(summary, output)
     return 0
+
+
+class _PrepProgress:
+    """How far `nmoe-prep` is, on stderr: one line that is drawn anew on a terminal, elsewhere a line every 10 s."""
+
+    def __init__(self) -> None:
+        self._began = self._shown_at = time.monotonic()
+        self._drawn = False
+
+    def show(self, documents: int, size: int) -> None:
+        """Documents and bytes done so far."""
+        now, terminal = time.monotonic(), sys.stderr.isatty()
+        if not terminal and now - self._shown_at < 10:
+            return
+        self._shown_at, self._drawn = now, terminal
+        rate = size / max(1e-9, now - self._began)
+        text = f"{documents:,} documents, {size / 1e6:.1f} MB, {rate / 1e6:.1f} MB/s"
+        print(f"\r\x1b[K{text}" if terminal else text, end="" if terminal else "\n", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> "_PrepProgress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._drawn:
+            print(file=sys.stderr)
 
 
 def _print_prepared(summary: PrepSummary, output: Path) -> None:

@@ -42,7 +42,7 @@ def find_inputs(paths: Sequence[str | Path]) -> list[tuple[Path, str]]:
     """Files to read and the name under which each is recorded: files as given, folders searched in sorted order.
 
     Raises:
-        DataError: a path does not exist, or a folder holds no file with a known ending.
+        DataError: a path does not exist, its ending is not a known one, or a folder holds no file with a known ending.
     """
     found = []
     for path in map(Path, paths):
@@ -51,10 +51,12 @@ def find_inputs(paths: Sequence[str | Path]) -> list[tuple[Path, str]]:
             if not inside:
                 raise DataError(f"{path}: holds no file that ends in {', '.join(_ENDINGS)}")
             found += [(file, file.relative_to(path).as_posix()) for file in inside]
-        elif path.exists():
-            found.append((path, path.name))
-        else:
+        elif not path.exists():
             raise DataError(f"{path}: not found; expected a text file, a jsonl file or a folder of them")
+        elif not path.name.endswith(_ENDINGS):
+            raise DataError(f"{path}: cannot tell what it is; expected a name that ends in {', '.join(_ENDINGS)}")
+        else:
+            found.append((path, path.name))
     return found
 
 
@@ -111,16 +113,25 @@ def prepare(
                 summary.tokens[side] += len(tokens) + 1
                 size += len(data)
             report(sum(summary.documents.values()), size)
-        for side in sides:
-            if not summary.documents[side]:
-                reasons = (
-                    ", ".join(f"{count} {reason}" for reason, count in summary.rejected.items()) or "none rejected"
-                )
-                raise DataError(
-                    f"{output / side}: no document to write ({sum(summary.documents.values())} read, {reasons}); "
-                    + ("use more text or a larger --val-fraction" if summary.documents else "see rejected.jsonl there")
-                )
+        _refuse_empty(summary, sides, output)
     return summary
+
+
+def _refuse_empty(summary: PrepSummary, sides: Sequence[str], output: Path) -> None:
+    """Raises where a folder would get no document: shards without a token help nobody."""
+    read = sum(summary.documents.values())
+    if not read:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(summary.rejected.items()))
+        raise DataError(
+            f"{output}: no document to write"
+            + (f" ({reasons}); {output / 'rejected.jsonl'} names each" if reasons else "; the input is empty")
+        )
+    for side in sides:
+        if not summary.documents[side]:
+            raise DataError(
+                f"{output / side}: none of the {read} documents read fell to it; "
+                "use more documents or another --val-fraction"
+            )
 
 
 def _batches(inputs: Sequence[tuple[Path, str]]) -> Iterator[list[Document | Reject]]:
