@@ -6,10 +6,10 @@ of a held-out topic is therefore removed from the training topics. One topic in 
 """
 
 import fcntl
-import os
 import shutil
 from pathlib import Path
 
+from nmoe.errors import DataError
 from nmoe.formats.shards import MANIFEST, ShardWriter, open_shards
 from nmoe.formats.tokenizers import ByteTokenizer
 
@@ -27,16 +27,18 @@ def make_python_docs(directory: str | Path = Path("data/python-docs")) -> Path:
         `directory`.
 
     Raises:
-        DataError: the shards that are there cannot be opened.
+        DataError: the shards that are there cannot be opened, or something else is there in their place.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        train, val = _split_topics()
-        for name, documents in (("train", train), ("val", val)):
-            if not (directory / name / MANIFEST).exists():
-                _write(directory / name, documents)
+        missing = [name for name in ("train", "val") if not (directory / name / MANIFEST).exists()]
+        if missing:
+            documents = dict(zip(("train", "val"), _split_topics(), strict=True))
+            for name in missing:
+                _write(directory / name, documents[name])
+        for name in ("train", "val"):
             open_shards(directory / name)
     return directory
 
@@ -63,13 +65,16 @@ def _plain(paragraph: str) -> str:
 
 
 def _write(directory: Path, documents: dict[str, str]) -> None:
+    """Makes one folder of shards; it gets its name when it is complete, so what has the name already is not ours."""
+    if directory.exists():
+        raise DataError(f"{directory}: is there and holds no shards; move it away or choose another folder")
     tokenizer = ByteTokenizer()
-    building = directory.with_name(f".{directory.name}.{os.getpid()}")
+    building = directory.with_name(f".{directory.name}.making")
+    shutil.rmtree(building, ignore_errors=True)  # of a process that was killed; the lock keeps others out
     with ShardWriter(building, tokenizer=tokenizer) as writer:
         for name, text in documents.items():
             if text.strip():
                 (tokens,) = tokenizer.encode_batch([text])
                 size = len(text.encode("utf-8"))
                 writer.add(tokens, id=name, source="pydoc_data.topics", text_bytes=size)
-    shutil.rmtree(directory, ignore_errors=True)
     building.replace(directory)
