@@ -54,7 +54,7 @@ def parse_config(text: str, *, where: str, name: str, overrides: Sequence[str] =
     """`load_config` for TOML text; `where` is named in messages, `name` is the default of `run.name`."""
     try:
         tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # TOMLDecodeError, or a number of thousands of digits
         raise ConfigError(f"{where}: not valid TOML: {error}") from None
     return config_from_tables(tables, where=where, name=name, overrides=overrides)
 
@@ -102,7 +102,7 @@ def _apply_override(tables: dict[str, Any], override: str, origins: dict[str, st
     else:
         try:
             value = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
+        except ValueError:
             raise ConfigError(f"{where}: {text!r} is not a TOML value; expected {_describe(hint)}") from None
     table = tables.setdefault(section, {})
     if isinstance(table, dict):
@@ -170,11 +170,20 @@ def _convert(value: Any, hint: Any, where: str, name: str) -> Any:
 
 def _convert_plain(value: Any, kind: Any, problem: ConfigError) -> Any:
     """bool, int, float or str, never one for another; an integer where a float is expected is the float."""
-    if kind is float and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+    if type(value) is int and not -(1 << 63) <= value < 1 << 63:  # what TOML promises, and NumPy holds
+        raise problem
+    if type(value) is str and not _is_writable(value):
+        raise problem
+    if kind is float and type(value) in (int, float) and math.isfinite(value):
         return float(value)
     if kind is not float and type(value) is kind:
         return value
     raise problem
+
+
+def _is_writable(text: str) -> bool:
+    """Whether a text can be stored and can name a file: no NUL, no half of a surrogate pair."""
+    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _shown(value: Any) -> str:

@@ -5,7 +5,7 @@ Each rule is a line that yields one message of the form `moe.top_k = 9 exceeds m
 """
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import MISSING, Field, fields
 from typing import Any
 
 from nmoe.config.schema import Config
@@ -95,6 +95,8 @@ def _moe_violations(config: Config) -> Iterator[str]:
 
 def _run_violations(config: Config) -> Iterator[str]:
     data, train, schedule = config.data, config.train, config.schedule
+    if "/" in config.run.name or config.run.name.startswith("."):
+        yield f"run.name = {format_value(config.run.name)} is not a plain folder name; leave out / and a dot in front"
     if data.builtin and (data.train or data.val):
         yield f'data.builtin = "{data.builtin}" brings its own text; remove data.train and data.val'
     if not data.builtin and not data.train:
@@ -122,21 +124,26 @@ def changed_keys(old: dict[str, Any], new: Config) -> list[str]:
         new: the config of this start.
 
     Returns:
-        One text per difference: `optim.learning_rate: 0.001 -> 0.002`. A key that only one of both has is a difference.
+        One text per difference: `optim.learning_rate: 0.001 -> 0.002`. A key that the record lacks, because the key is
+        newer than the run, had its default; a key that is unknown by now is a difference.
     """
     differences = []
     current = {section.name: getattr(new, section.name) for section in fields(new)}
     for section in sorted(set(old) | set(current)):
-        before = old.get(section, {})
-        after = (
-            {f.name: getattr(current[section], f.name) for f in fields(current[section])} if section in current else {}
-        )
+        known = fields(current[section]) if section in current else ()
+        before = {field.name: _default(field) for field in known if _default(field) is not None} | old.get(section, {})
+        after = {field.name: getattr(current[section], field.name) for field in known}
         for key in sorted(set(before) | set(after)):
             was = _written(before[key]) if key in before else "(absent)"
             now = _written(after[key]) if key in after else "(absent)"
             if was != now and f"{section}.{key}" not in FREE_KEYS:
                 differences.append(f"{section}.{key}: {was} -> {now}")
     return differences
+
+
+def _default(field: Field[Any]) -> Any:
+    """The default of a key, or None where it has to be given."""
+    return None if field.default is MISSING else field.default
 
 
 def _written(value: Any) -> str:
