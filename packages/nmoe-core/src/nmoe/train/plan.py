@@ -9,7 +9,7 @@ from nmoe.model.params import count_parameters
 __all__ = ["Plan", "format_plan", "make_plan"]
 
 GPU_BYTES = 180e9
-"""Usable memory of a B200."""
+"""Memory of a B200, in bytes."""
 _GPUS_A_NODE = 8
 
 
@@ -21,10 +21,10 @@ class Plan:
         parameters: all of them.
         active_parameters: those that take part in one token.
         bytes_per_parameter: of master values, gradients and moments, by name.
-        gpus: fewest GPUs of `GPU_BYTES` that hold these: one, or whole nodes of eight.
+        gpus: fewest GPUs of `GPU_BYTES` that hold these: one, or whole nodes of eight. Activations come on top; their
+            size follows `train.micro_batch_size`.
         tokens: that the run sees.
         steps: of the run.
-        flop_per_token: of forward and backward.
     """
 
     parameters: int
@@ -59,7 +59,7 @@ def make_plan(config: Config) -> Plan:
 
 
 def format_plan(plan: Plan, *, config: Config) -> str:
-    """The plan as aligned lines."""
+    """The plan as aligned lines; `config` is the one it was made of."""
     each = ", ".join(f"{name} {size}" for name, size in plan.bytes_per_parameter.items())
     rows = [
         ("run", f"{config.run.root}/{config.run.name}"),
@@ -79,7 +79,7 @@ def format_plan(plan: Plan, *, config: Config) -> str:
 
 
 def _count(number: float) -> str:
-    """Four significant digits with a unit: 7.340 B."""
+    """At most four significant digits with a unit: 7.34 B."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.4g} {unit}"
