@@ -14,7 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nmoe.checkpoint.load import load_weights
+from nmoe.checkpoint.store import find_checkpoint
 from nmoe.convert import import_folder
+from nmoe.errors import CheckpointError
 from nmoe.formats.tokenizers import ByteTokenizer, load_tokenizer
 from nmoe.model.generate import generate
 from nmoe.sample import _text, load_run
@@ -166,6 +169,40 @@ def test_import_of_an_unfit_folder_leaves_nothing_behind(run, tmp_path):
     assert "missing: model.layers.3.input_layernorm.weight" in done.stderr
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "new").exists()
+
+
+def test_training_goes_on_from_an_imported_model(run, tmp_path):
+    assert _call("nmoe.convert:main", "to-hf", run, tmp_path / "hf", "--dtype", "fp32").returncode == 0
+    assert _call("nmoe.convert:main", "from-hf", tmp_path / "hf", tmp_path / "imported").returncode == 0
+    config = tmp_path / "imported" / "config.toml"
+    text = config.read_text()
+    text = text.replace('train = ["data/train"]', 'builtin = "python-docs"').replace("seq_len = 128", "seq_len = 64")
+    config.write_text(text.replace("steps = 1000", "steps = 1").replace("batch_size = 8", "batch_size = 2"))
+    sets = [
+        "schedule.warmup_steps=0",
+        "schedule.decay_steps=0",
+        "train.micro_batch_size=2",
+        "optim.learning_rate=1e-30",
+    ]
+    sets += ["optim.weight_decay=0.0", "moe.bias_update_rate=0.0", "train.dtype=fp32"]
+    done = _run("nmoe.cli:train", config, *(f"--set={item}" for item in sets), cwd=run.parents[1])
+    assert done.returncode == 0, done.stderr
+    trained = load_run(run.parent / "imported").state_dict()
+    for name, value in load_run(run).state_dict().items():
+        torch.testing.assert_close(trained[name], value, rtol=1e-6, atol=1e-7)
+
+
+def test_weights_of_another_model_are_refused_by_name(run):
+    model = load_run(run)
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    before = tensors["model.embed"].clone()
+    other = tensors | {"model.layers.1.moe.experts.w13": torch.zeros(8, 16, 48)}
+    with pytest.raises(CheckpointError, match=r"layers\.1\.moe\.experts\.w13 is stored as"):
+        load_weights(find_checkpoint(run), other, prefix="model.")
+    with pytest.raises(CheckpointError, match=r"model\.more is not in the checkpoint"):
+        load_weights(find_checkpoint(run), tensors | {"model.more": before}, prefix="model.")
+    load_weights(find_checkpoint(run), tensors, prefix="model.")
+    assert torch.equal(tensors["model.embed"], before)
 
 
 def test_imported_model_generates(run, tmp_path):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import nmoe
 from nmoe.checkpoint.store import CheckpointInfo, commit, find_checkpoint, verify
 from nmoe.config import Config, config_from_tables
+from nmoe.config.text import format_value
 from nmoe.errors import CheckpointError, DataError, EnvironmentFault, NmoeError
 from nmoe.formats.tokenizers import load_tokenizer
 
@@ -79,7 +80,8 @@ def import_folder(source: Path, run: Path) -> tuple[Config, int]:
         tables = {section: dict(table) for section, table in _tables(config).items()}
         target = run / "checkpoints" / "step-00000000"
         commit(building, target, step=0, state={"step": 0, "weights_only": True}, config=tables)
-    (run / "config.toml").write_text(text, encoding="utf-8")
+    start = f"[run]\nname = {format_value(run.name)}\nstart_from = {format_value(str(run))}\n\n"
+    (run / "config.toml").write_text(start + text, encoding="utf-8")
     _copy(source, run / "hf", _KEPT)
     return config, len(tensors)
 
@@ -236,10 +238,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _from_hf(options: argparse.Namespace) -> str:
     config, tensors = import_folder(options.source, options.target)
-    layers = config.model.num_layers
-    return (
-        f"{options.target}: {tensors} tensors, {layers} layers; set [data] and [train] in {options.target}/config.toml"
-    )
+    made = f"{options.target}: {tensors} tensors, {config.model.num_layers} layers"
+    return f"{made}; to train on, set [data] and [train] in its config.toml"
 
 
 def _to_hf(options: argparse.Namespace) -> str:

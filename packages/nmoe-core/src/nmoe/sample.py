@@ -88,8 +88,7 @@ def _text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
     """Text as it becomes certain: a character whose bytes are spread over tokens appears with its last one."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for token in tokens:
-        if token != tokenizer.eos_id:
-            yield decoder.decode(tokenizer.token_bytes(token))
+        yield decoder.decode(tokenizer.token_bytes(token))
     yield decoder.decode(b"", final=True)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from nmoe.checkpoint.store import CheckpointInfo, verify
 from nmoe.errors import CheckpointError
 
-__all__ = ["load_some", "load_tensors", "stored_tensors"]
+__all__ = ["load_some", "load_tensors", "load_weights", "stored_tensors"]
 
 
 def stored_tensors(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -39,7 +39,28 @@ def load_tensors(info: CheckpointInfo, tensors: Mapping[str, torch.Tensor]) -> N
     """
     for problem in verify(info):
         raise CheckpointError(f"{problem}; delete {info.path} to resume from an older checkpoint")
-    stored = stored_tensors(info.path)
+    _check(info, tensors, stored_tensors(info.path))
+    load_some(info, tensors)
+
+
+def load_weights(info: CheckpointInfo, tensors: Mapping[str, torch.Tensor], *, prefix: str) -> None:
+    """`load_tensors` for the tensors of one prefix, whatever others the checkpoint holds.
+
+    Raises:
+        CheckpointError: see `load_tensors`.
+    """
+    for problem in verify(info):
+        raise CheckpointError(problem)
+    stored = {name: entry for name, entry in stored_tensors(info.path).items() if name.startswith(prefix)}
+    _check(info, tensors, stored)
+    load_some(info, tensors)
+
+
+def _check(
+    info: CheckpointInfo,
+    tensors: Mapping[str, torch.Tensor],
+    stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+) -> None:
     for name in sorted(stored.keys() ^ tensors.keys()):
         where = "is not in the checkpoint" if name in tensors else "is in the checkpoint and not in the model"
         raise CheckpointError(f"{info.path}: {name} {where}; it was written by another version of the model")
@@ -48,7 +69,6 @@ def load_tensors(info: CheckpointInfo, tensors: Mapping[str, torch.Tensor]) -> N
             raise CheckpointError(
                 f"{info.path}: {name} is stored as {stored[name]}, the model has {(tuple(tensor.shape), tensor.dtype)}"
             )
-    load_some(info, tensors)
 
 
 def load_some(info: CheckpointInfo, tensors: Mapping[str, torch.Tensor]) -> None:

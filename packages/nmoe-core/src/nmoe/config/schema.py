@@ -68,6 +68,9 @@ class Run:
     """Folder of the run under `run.root`. Default: the config file's name without `.toml`."""
     root: str = "runs"
     """Folder that holds all runs."""
+    start_from: str = ""
+    """Folder of a run, or of a checkpoint, whose weights a new run starts from; nmoe-convert makes one of a Hugging Face
+    model. Optimizer and data begin anew."""
     seed: Natural = 0
     """Seed of the initial values and of the order of the data."""
 

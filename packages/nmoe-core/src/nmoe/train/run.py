@@ -27,7 +27,16 @@ from nmoe.train.health import WINDOW, is_spike
 from nmoe.train.loop import StepResult, train_step
 from nmoe.train.record import Recorder
 from nmoe.train.report import ProgressBar, log_to_file
-from nmoe.train.setup import Parts, Progress, build, checkpoint_state, checkpoint_tensors, choose_device, restore
+from nmoe.train.setup import (
+    Parts,
+    Progress,
+    build,
+    checkpoint_state,
+    checkpoint_tensors,
+    choose_device,
+    restore,
+    start_from,
+)
 from nmoe.train.throughput import device_peak
 from nmoe.train.watch import StopSignal, Watch
 
@@ -129,6 +138,8 @@ class _Run:
         self.progress = Progress()
         if folder.checkpoint:
             self.progress = restore(self.parts, folder.checkpoint)
+        elif config.run.start_from:
+            start_from(self.parts, Path(config.run.start_from))
         self.peak = device_peak(device, compute_dtype(config))
         _log.info("peak %.4g TFLOP/s (%s)", self.peak.flops / 1e12, self.peak.origin)
         self.held_out: HeldOut | None = None

@@ -5,14 +5,15 @@ import base64
 import logging
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils import deterministic
 
 from nmoe import arch
-from nmoe.checkpoint.load import load_tensors
-from nmoe.checkpoint.store import CheckpointInfo
+from nmoe.checkpoint.load import load_tensors, load_weights
+from nmoe.checkpoint.store import CheckpointInfo, find_checkpoint
 from nmoe.comm.local import Local
 from nmoe.config import Config
 from nmoe.model.init import init_model
@@ -20,7 +21,7 @@ from nmoe.model.transformer import Transformer
 from nmoe.ops import registry
 from nmoe.optim.adamw import AdamW
 
-__all__ = ["Parts", "Progress", "build", "checkpoint_tensors", "choose_device", "restore"]
+__all__ = ["Parts", "Progress", "build", "checkpoint_tensors", "choose_device", "restore", "start_from"]
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +81,18 @@ def build(config: Config, device: torch.device) -> Parts:
     init_model(model, config.run.seed)
     optimizer = AdamW(model.named_parameters(), config=config.optim, seed=config.run.seed)
     return Parts(device=device, model=model, optimizer=optimizer)
+
+
+def start_from(parts: Parts, path: Path) -> None:
+    """Fills the model, and nothing else, from the newest checkpoint of another run.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it belongs to another model.
+    """
+    tensors = {f"model.{name}": tensor for name, tensor in parts.model.state_dict().items()}
+    info = find_checkpoint(path)
+    load_weights(info, tensors, prefix="model.")
+    _log.info("weights from %s", info.path)
 
 
 def checkpoint_tensors(parts: Parts) -> dict[str, torch.Tensor]:
