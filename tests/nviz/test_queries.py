@@ -13,7 +13,8 @@ from hypothesis.extra import numpy as arrays
 from nmoe.formats import FormatError
 from nmoe.formats.metrics import STORE, MetricWriter
 from nviz import charts, queries
-from nviz.queries import Line
+from nviz.points import MAX_POINTS, Line, bucket_width, values_at
+from nviz.points import points as points_of
 from nviz.source import Store, UnpublishedError
 
 ANY = st.floats(allow_nan=True, allow_infinity=True, width=64)
@@ -41,7 +42,7 @@ def store_of(values: np.ndarray, *, stride: int = 1) -> duckdb.DuckDBPyConnectio
     limit=st.sampled_from([8, 30, 100]),
 )
 def test_downsampling_keeps_every_extreme(values: np.ndarray, stride: int, limit: int):
-    found = queries.points(store_of(values, stride=stride), Line(name="m"), max_points=limit)
+    found = points_of(store_of(values, stride=stride), Line(name="m"), max_points=limit)
     fine = values[np.isfinite(values)]
     assert len(found.step) <= limit
     assert (np.diff(found.step) >= 0).all()
@@ -66,16 +67,16 @@ def test_downsampling_keeps_one_spike_among_a_million_values():
     values = np.sin(np.arange(1_000_000) / 1e5)
     values[654_321] = 40.0
     values[654_322] = -40.0
-    found = queries.points(store_of(values), Line(name="m"))
-    assert len(found.step) <= queries.MAX_POINTS
+    found = points_of(store_of(values), Line(name="m"))
+    assert len(found.step) <= MAX_POINTS
     assert found.step[found.value.argmax()] == 654_321
     assert found.step[found.value.argmin()] == 654_322
 
 
 def test_downsampling_keeps_the_same_points_while_a_run_grows():
     values = np.random.default_rng(0).normal(size=30_000)
-    short = queries.points(store_of(values[:29_000]), Line(name="m"))
-    whole = queries.points(store_of(values), Line(name="m"))
+    short = points_of(store_of(values[:29_000]), Line(name="m"))
+    whole = points_of(store_of(values), Line(name="m"))
     assert short.width == whole.width
     settled = 28_000  # the last point is always drawn, so the newest bucket may change
     assert set(short.step[short.step < settled]) == set(whole.step[whole.step < settled])
@@ -88,13 +89,15 @@ def test_downsampling_keeps_the_same_points_while_a_run_grows():
     limit=st.sampled_from([8, 30, 100]),
 )
 def test_answers_that_grow_equal_those_asked_anew(values: np.ndarray, cuts: list[float], limit: int):
-    points, inventory = None, None
+    points, inventory, latest = None, None, None
     for length in [*sorted(int(cut * len(values)) for cut in cuts), len(values)]:
         store = store_of(values[:length])
-        points = queries.points(store, Line(name="m"), max_points=limit, earlier=points)
+        points = points_of(store, Line(name="m"), max_points=limit, earlier=points)
         inventory = queries.inventory(store, inventory)
-        anew = queries.points(store, Line(name="m"), max_points=limit)
+        anew = points_of(store, Line(name="m"), max_points=limit)
         assert queries.inventory(store).measures == inventory.measures
+        latest = queries.latest(store, ("m",), latest)
+        assert str(latest) == str(queries.latest(store, ("m",)))  # as text, since NaN differs from itself
         assert (points.total, points.width) == (anew.total, anew.width) or points.width != anew.width
         if points.width == anew.width:
             for name in ("step", "time", "value", "mean_step", "weight", "broken_step"):
@@ -124,14 +127,14 @@ def test_growing_asks_only_what_is_new_until_another_process_writes(tmp_path: Pa
 
 def test_a_narrow_range_shows_every_value():
     values = np.random.default_rng(0).normal(size=100_000)
-    found = queries.points(store_of(values), Line(name="m"), first=50_000, last=51_500)
+    found = points_of(store_of(values), Line(name="m"), first=50_000, last=51_500)
     assert np.array_equal(found.step, np.arange(50_000, 51_501))
     assert np.array_equal(found.value, values[50_000:51_501])
 
 
 @given(span=st.integers(1, 10**9), buckets=st.integers(2, 2000))
 def test_bucket_width_is_round_and_suffices_for_any_alignment(span: int, buckets: int):
-    width = queries.bucket_width(span, buckets)
+    width = bucket_width(span, buckets)
     assert str(width).rstrip("0") in ("1", "2", "5")
     for first in (0, 1, width - 1):
         assert (first + span - 1) // width - first // width + 1 <= buckets
@@ -139,9 +142,9 @@ def test_bucket_width_is_round_and_suffices_for_any_alignment(span: int, buckets
 
 def test_values_at_takes_the_last_value_before_a_step():
     connection = store_of(np.array([10.0, 20.0, 30.0]), stride=10)
-    found = queries.values_at(connection, "m", np.array([25, 0, 10, 19, 1000]))
+    found = values_at(connection, "m", np.array([25, 0, 10, 19, 1000]))
     assert found.tolist() == [30.0, 10.0, 20.0, 20.0, 30.0]
-    assert np.isnan(queries.values_at(connection, "unknown", np.array([1]))).all()
+    assert np.isnan(values_at(connection, "unknown", np.array([1]))).all()
 
 
 def test_per_layer_shows_what_stands_out_not_the_mean(tmp_path: Path):
@@ -197,7 +200,7 @@ def test_store_reads_a_damaged_file_once_and_says_so_every_time(tmp_path: Path):
     store = Store(path)
     for _ in range(2):
         with pytest.raises(FormatError, match=r"metrics\.duckdb"):
-            store.read("all", lambda connection: queries.points(connection, Line(name="train/loss")))
+            store.read("all", lambda connection: points_of(connection, Line(name="train/loss")))
 
 
 @given(

@@ -15,7 +15,9 @@ from nmoe.formats.files import inside
 from nmoe.formats.metrics import STORE
 from nmoe.formats.runs import RunInfo, list_runs
 from nviz import queries
-from nviz.queries import Line, Measure, Points
+from nviz.points import Line, Points
+from nviz.points import points as points_of
+from nviz.queries import Measure
 from nviz.settings import Settings
 from nviz.source import Store, store_at
 
@@ -52,7 +54,7 @@ class Entry:
         """A series of the run with its extremes. Raises as `Store.read` does."""
 
         def ask(connection: duckdb.DuckDBPyConnection, earlier: Points | None) -> Points:
-            return queries.points(connection, line, first=first, last=last, earlier=earlier)
+            return points_of(connection, line, first=first, last=last, earlier=earlier)
 
         return self.store().grow(("points", line, first, last), ask, epoch=self.epoch)
 

@@ -12,7 +12,7 @@ from plotly.offline import get_plotlyjs
 from nmoe.formats import NmoeError
 from nviz import alerts, charts, queries, series, spikes
 from nviz.catalog import Entry
-from nviz.queries import Line
+from nviz.points import Line
 from nviz.summary import flatten
 
 __all__ = ["report"]

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import duckdb
 import numpy as np
 
-from nviz import queries
 from nviz.catalog import Entry
 from nviz.charts import Curve, smooth
-from nviz.queries import Line, Points
+from nviz.points import Line, Points, values_at
 
 __all__ = ["AXES", "View", "axis_title", "curve"]
 
@@ -88,7 +87,7 @@ def _against(
     wanted = (found.step, found.mean_step, found.broken_step)
 
     def ask(connection: duckdb.DuckDBPyConnection) -> np.ndarray:
-        return queries.values_at(connection, name, np.concatenate(wanted))
+        return values_at(connection, name, np.concatenate(wanted))
 
     values = entry.store().read(("against", name, line, view.first, view.last), ask)
     ends = np.cumsum([len(steps) for steps in wanted])

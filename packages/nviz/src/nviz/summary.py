@@ -51,7 +51,9 @@ def _summary(entry: Entry, *, wait: bool) -> Summary:
         store = entry.store()
         if not wait and not store.knows(NAMES):
             return Summary(pending=True)
-        found = store.read(NAMES, lambda connection: queries.latest(connection, NAMES))
+        found = store.grow(
+            NAMES, lambda connection, earlier: queries.latest(connection, NAMES, earlier), epoch=entry.epoch
+        )
     except UnpublishedError:
         return Summary()
     except NmoeError as error:

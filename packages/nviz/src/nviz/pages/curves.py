@@ -9,7 +9,8 @@ import streamlit as st
 from nmoe.formats import NmoeError
 from nviz import charts, series, tables, ui
 from nviz.catalog import Entry
-from nviz.queries import Line, Measure
+from nviz.points import Line
+from nviz.queries import Measure
 
 DEFAULT = ("train/loss", "val/loss", "speed/tokens_per_second", "train/grad_norm")
 
@@ -114,7 +115,7 @@ def _draw(lines: list[Line], known: dict[str, Measure], view: series.View, logs:
         for entry in chosen:
             with ui.guard(entry.key):
                 ui.freshness(entry)
-    readable = [entry for entry in chosen if _readable(entry)]
+    readable = [entry for entry in chosen if _readable(entry, lines, view)]
     columns = st.columns(2) if len(lines) > 1 else [st.container()]
     for place, line in enumerate(lines):
         with columns[place % len(columns)], ui.guard(line.name):
@@ -123,10 +124,13 @@ def _draw(lines: list[Line], known: dict[str, Measure], view: series.View, logs:
             _one(line, known[line.name], drawn, view, series.axis_title(view.x, units), {"height": height, **logs})
 
 
-def _readable(entry: Entry) -> bool:
-    """Whether the store can be read; why not was said once, above the charts."""
+def _readable(entry: Entry, lines: list[Line], view: series.View) -> bool:
+    """Whether the store can be read; why not was said once, above the charts. Reads all lines with one opening."""
     try:
-        entry.measures()
+        with entry.store().session():
+            entry.measures()
+            for line in lines:
+                entry.points(line, first=view.first, last=view.last)
     except NmoeError:
         return False
     return True

@@ -6,7 +6,8 @@ import streamlit as st
 
 from nviz import charts, queries, ui
 from nviz.catalog import Entry
-from nviz.queries import Line, Measure
+from nviz.points import Line, values_at
+from nviz.queries import Measure
 
 LOAD = "router/load"
 
@@ -135,9 +136,7 @@ def _cost(entry: Entry, measures: dict[str, Measure]) -> None:
         return
 
     found = entry.points(Line(name="router/overload"))
-    seconds = entry.store().read(
-        "cost", lambda connection: queries.values_at(connection, "speed/step_time", found.step)
-    )
+    seconds = entry.store().read("cost", lambda connection: values_at(connection, "speed/step_time", found.step))
     if not len(found.step):
         return
     st.metric(

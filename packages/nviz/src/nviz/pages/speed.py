@@ -6,7 +6,8 @@ import streamlit as st
 
 from nviz import charts, queries, series, ui
 from nviz.catalog import Entry
-from nviz.queries import Line, Measure
+from nviz.points import Line
+from nviz.queries import Measure
 
 PARTS = ("speed/data_wait", "speed/forward_time", "speed/backward_time", "speed/optimizer_time")
 WHOLE = "speed/step_time"

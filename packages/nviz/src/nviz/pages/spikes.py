@@ -8,7 +8,7 @@ import streamlit as st
 from nmoe.formats.shards import open_shards
 from nviz import charts, corpus, reading, series, spikes, ui
 from nviz.catalog import Entry
-from nviz.queries import Line
+from nviz.points import Line
 from nviz.spikes import Spike
 
 MAX_STEPS = 8
