@@ -213,6 +213,32 @@ def test_initial_values_have_the_configured_spread():
     assert not torch.equal(values.view(-1)[: 1 << 21], values.view(-1)[1 << 22 :])
 
 
+def test_initial_spread_follows_the_input_width_from_a_base_width():
+    model = Transformer(_config("model.init_base_width=6", "model.init_std=0.5"))
+    init_model(model, 0)
+    for name, width in (("layers.0.mlp.w13", 24), ("layers.0.mlp.w2", 40), ("layers.1.moe.experts.w2", 14)):
+        expected = 0.5 * (6 / width) ** 0.5
+        assert model.get_parameter(name).std().item() == pytest.approx(expected, rel=0.06), name
+    assert model.embed.std().item() == pytest.approx(0.5, rel=0.06)
+
+
+def test_scales_of_the_config_reach_the_model():
+    tokens = _tokens(1, 9)
+    plain = _model()
+    scaled = _model("model.embedding_scale=3.0", "model.residual_scale=0.5", "model.logit_scale=0.25")
+    with torch.no_grad():  # the same function, with the factors in the weights
+        plain.embed.mul_(3)
+        plain.norm.weight.mul_(0.25)
+        for name, weight in plain.named_parameters():
+            if name.endswith((".wo", ".w2")):
+                weight.mul_(0.5)
+    torch.testing.assert_close(scaled.logits(tokens), plain.logits(tokens))
+    losses = [_run(model, [tokens[0]]).loss_sum for model in (scaled, plain)]
+    torch.testing.assert_close(*losses)
+    prompt = tokens[0].tolist()
+    assert generate(scaled, prompt, max_tokens=4) == generate(plain, prompt, max_tokens=4)
+
+
 # ---- packed rows
 
 

@@ -457,6 +457,7 @@ def test_import_names_a_missing_key():
         ("v2", "moe.normalize_gates=true", "deepseek_v2 .* needs moe.normalize_gates = false"),
         ("qwen3", "moe.route_scale=2.0", "qwen3_moe .* needs moe.route_scale = 1"),
         ("v3", "attention.window=4", r"attention\.window"),
+        ("v3", "model.logit_scale=0.5", r"model\.logit_scale"),
     ],
 )
 def test_export_refuses_what_no_family_computes(case, override, message):

@@ -18,7 +18,7 @@ from nmoe.config.rules import violations
 from nmoe.config.schema import Bound, Config
 from nmoe.errors import ConfigError
 
-__all__ = ["config_from_tables", "load_config", "parse_config"]
+__all__ = ["config_from_tables", "describe", "load_config", "parse_config"]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -103,7 +103,7 @@ def _apply_override(tables: dict[str, Any], override: str, origins: dict[str, st
         try:
             value = tomllib.loads(f"value = {text}")["value"]
         except ValueError:
-            raise ConfigError(f"{where}: {text!r} is not a TOML value; expected {_describe(hint)}") from None
+            raise ConfigError(f"{where}: {text!r} is not a TOML value; expected {describe(hint)}") from None
     table = tables.setdefault(section, {})
     if isinstance(table, dict):
         table[key] = value
@@ -128,7 +128,7 @@ def _build(kind: Any, table: Mapping[str, Any], *, where: str, prefix: str, orig
         if field.name in table:
             values[field.name] = _convert(table[field.name], hints[field.name], origins.get(name, where), name)
         elif _is_required(field):
-            raise ConfigError(f"{where}: {name} is missing; expected {_describe(hints[field.name])}")
+            raise ConfigError(f"{where}: {name} is missing; expected {describe(hints[field.name])}")
     return kind(**values)
 
 
@@ -138,7 +138,7 @@ def _is_required(field: Field[Any]) -> bool:
 
 def _convert(value: Any, hint: Any, where: str, name: str) -> Any:
     """`value` as read from TOML, checked against the annotation `hint` and brought to its type."""
-    problem = ConfigError(f"{where}: {name} = {_shown(value)}: expected {_describe(hint)}")
+    problem = ConfigError(f"{where}: {name} = {_shown(value)}: expected {describe(hint)}")
     origin = get_origin(hint)
     if origin is Annotated:
         kind, bound = get_args(hint)
@@ -190,8 +190,8 @@ def _shown(value: Any) -> str:
     return "true" if value is True else "false" if value is False else repr(value)
 
 
-def _describe(hint: Any) -> str:
-    """What a value of this annotation looks like, in words."""
+def describe(hint: Any) -> str:
+    """What a value of this annotation looks like, in words, for messages and the manual."""
     words = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
     origin = get_origin(hint)
     if origin is Annotated:
@@ -203,8 +203,8 @@ def _describe(hint: Any) -> str:
     if origin is tuple:
         items = get_args(hint)
         if items[-1] is Ellipsis:
-            return f"a list, each {_describe(items[0])}"
-        return "a list of " + ", ".join(_describe(item) for item in items)
+            return f"a list, each {describe(items[0])}"
+        return "a list of " + ", ".join(describe(item) for item in items)
     if is_dataclass(hint):
         return "a path or {path = ..., weight = ...}"
     return words[hint]

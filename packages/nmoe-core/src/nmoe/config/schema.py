@@ -97,6 +97,15 @@ class Model:
     """Further tokens that multi-token prediction predicts, each by a layer of its own behind the last; 0: none."""
     init_std: AboveZero = 0.02
     """Standard deviation of the normal distribution that the weight matrices start from."""
+    init_base_width: Natural = 0
+    """Width at which `init_std` holds: a matrix starts from `init_std` times the root of this over its input width, as
+    muP asks (arXiv:2203.03466); the embedding from `init_std`. 0: every matrix starts from `init_std`."""
+    embedding_scale: AboveZero = 1.0
+    """Factor on the embedding where it enters the first layer."""
+    residual_scale: AboveZero = 1.0
+    """Factor on what attention and feed-forward add to the residual stream."""
+    logit_scale: AboveZero = 1.0
+    """Factor on the input of the output head."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

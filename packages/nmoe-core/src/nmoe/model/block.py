@@ -21,6 +21,7 @@ class Block(nn.Module):
         super().__init__()
         model, moe = config.model, config.moe
         D = model.hidden_size
+        self.scale = model.residual_scale
         self.attn_norm = Norm(D, eps=model.norm_eps, dtype=dtype)
         self.attn = attention_of(config, index, dtype=dtype)
         self.ffn_norm = Norm(D, eps=model.norm_eps, dtype=dtype)
@@ -31,15 +32,19 @@ class Block(nn.Module):
             shared = MLP(hidden_size=D, ffn_size=width, dtype=dtype) if width else None
             self.mlp, self.moe = None, MoE(hidden_size=D, config=moe, comm=comm, shared=shared, dtype=dtype)
 
+    def _add(self, x_TD: Tensor, out_TD: Tensor) -> Tensor:
+        return torch.add(x_TD, out_TD, alpha=self.scale)
+
     def forward(
         self, x_TD: Tensor, at: Positions, cache: Cache | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """x_TD after the layer; the router's loss and load_E, None where the layer is dense."""
         normed_TD = self.attn_norm(x_TD)
-        x_TD = x_TD + (self.attn(normed_TD, at) if cache is None else self.attn.extend(normed_TD, at, cache))
+        out_TD = self.attn(normed_TD, at) if cache is None else self.attn.extend(normed_TD, at, cache)
+        x_TD = self._add(x_TD, out_TD)
         normed_TD = self.ffn_norm(x_TD)
         if self.moe is None:
             assert self.mlp is not None
-            return x_TD + self.mlp(normed_TD), None, None
+            return self._add(x_TD, self.mlp(normed_TD)), None, None
         out_TD, aux_loss, load_E = self.moe(normed_TD, at.num_rows)
-        return x_TD + out_TD, aux_loss, load_E
+        return self._add(x_TD, out_TD), aux_loss, load_E

@@ -147,6 +147,9 @@ def family_of(config: Config) -> str:
         DataError: There is none, with the reason.
     """
     a, moe = config.attention, config.moe
+    for key in ("embedding_scale", "residual_scale", "logit_scale"):
+        if getattr(config.model, key) != 1:
+            raise DataError(f"model.{key}: no Hugging Face family here has such a factor")
     if a.window:
         raise DataError("attention.window: no Hugging Face family here has windows between global layers")
     if a.kind == "gqa":

@@ -4,13 +4,14 @@
 Not of the rank, the world size, the device, or the order in which parameters are filled. Values are drawn in blocks of
 4M, each from its own counter-based stream, so that threads share the work: about 100M values a second and core.
 
-==================  =========================================
+==================  =======================================================================================
 parameter           start
-==================  =========================================
+==================  =======================================================================================
 ``*norm.weight``    1
 ``router.bias``     0
-every other         normal, mean 0, `model.init_std`
-==================  =========================================
+``embed``           normal, mean 0, `model.init_std`
+every other         the same, with `model.init_base_width` times sqrt(base width / input width of the matrix)
+==================  =======================================================================================
 
 Source: DeepSeek-V3 (arXiv 2412.19437, 4.2) starts every learned matrix at standard deviation 0.006.
 """
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nmoe.config import Config
 from nmoe.model.transformer import Transformer
 from nmoe.rdep.experts import Experts
 
@@ -52,6 +54,11 @@ def normal(values: Tensor, *, std: float, seed: int, name: str) -> None:
         _fill(block, std, key)
 
 
+def _std(config: Config, name: str, input_width: int) -> float:
+    base = config.model.init_base_width
+    return config.model.init_std * ((base / input_width) ** 0.5 if base and name != "embed" else 1.0)
+
+
 def _tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
     """Every matrix to be drawn, experts one by one under their global ids."""
     experts = {f"{name}.": module for name, module in model.named_modules() if isinstance(module, Experts)}
@@ -71,14 +78,14 @@ def init_model(model: Transformer, seed: int) -> None:
         model: On any device.
         seed: `run.seed`.
     """
-    std = model.config.model.init_std
     for buffer in model.buffers():
         buffer.zero_()
-    drawn = []
+    drawn: list[tuple[Tensor, float, str]] = []
     for name, values in _tensors(model):
         if name.endswith("norm.weight"):
             values.fill_(1.0)
         else:
-            drawn += _blocks(values, seed=seed, name=name)
+            std = _std(model.config, name, values.shape[-1])
+            drawn += [(block, std, key) for block, key in _blocks(values, seed=seed, name=name)]
     with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
-        list(pool.map(lambda item: _fill(item[0], std, item[1]), drawn))
+        list(pool.map(lambda item: _fill(*item), drawn))

@@ -120,7 +120,7 @@ class Transformer(nn.Module):
         self, tokens_BT: Tensor, at: Positions, caches: Sequence[Cache | None] = ()
     ) -> tuple[Tensor, Tensor, tuple[RouterStats, ...]]:
         """x_TD after the last norm; the routers' losses, summed; their loads."""
-        x_TD = F.embedding(tokens_BT.flatten(), self.embed).to(self.dtype)
+        x_TD = self._embedded(tokens_BT.flatten())
         aux_sum = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=x_TD.device)
         stats = []
         for index, (layer, cache) in enumerate(zip(self.layers, caches or [None] * len(self.layers), strict=True)):
@@ -129,6 +129,13 @@ class Transformer(nn.Module):
                 aux_sum = aux_sum + aux_loss
                 stats.append(RouterStats(layer=index, load_E=load_E))
         return self.norm(x_TD), aux_sum, tuple(stats)
+
+    def _embedded(self, token_T: Tensor) -> Tensor:
+        return F.embedding(token_T, self.embed).to(self.dtype) * self.config.model.embedding_scale
+
+    def _read(self, x_TD: Tensor) -> Tensor:
+        """The input of the head."""
+        return x_TD * self.config.model.logit_scale
 
     def forward(
         self, tokens_BT: Tensor, *, positions_BT: Tensor, document_BT: Tensor, targets_BT: Tensor
@@ -144,7 +151,8 @@ class Transformer(nn.Module):
         at = self._positions(positions_BT, document_BT)
         x_TD, aux_loss, stats = self._hidden(tokens_BT, at)
         target_T = targets_BT.flatten()
-        loss_sum, z_loss = linear_cross_entropy(x_TD, self.head_weight, target_T, z_loss=self.config.train.z_loss)
+        z_weight = self.config.train.z_loss
+        loss_sum, z_loss = linear_cross_entropy(self._read(x_TD), self.head_weight, target_T, z_loss=z_weight)
         mtp_loss = torch.zeros_like(loss_sum)
         if self.mtp:
             mtp_loss, mtp_aux, mtp_stats = self._further(x_TD, targets_BT, at)
@@ -168,11 +176,11 @@ class Transformer(nn.Module):
         for index, depth in enumerate(self.mtp, start=len(self.layers)):
             # The token at this depth is the last depth's target; a document that ended has none and reads zeros.
             token_T = targets_BT.flatten()
-            embedded_TD = F.embedding(token_T.clamp(min=0), self.embed).to(self.dtype)
+            embedded_TD = self._embedded(token_T.clamp(min=0))
             embedded_TD = embedded_TD.masked_fill((token_T == IGNORED).unsqueeze(1), 0)
             x_TD, aux_loss, load_E = depth(x_TD, embedded_TD, at)
             targets_BT = following(targets_BT)
-            nll, _ = linear_cross_entropy(x_TD, self.head_weight, targets_BT.flatten())
+            nll, _ = linear_cross_entropy(self._read(x_TD), self.head_weight, targets_BT.flatten())
             loss = loss + nll / len(self.mtp)
             if load_E is not None:
                 aux_sum = aux_sum + aux_loss
@@ -184,7 +192,7 @@ class Transformer(nn.Module):
         rows, length = tokens_BT.shape
         positions_BT = torch.arange(length, device=tokens_BT.device).expand(rows, length)
         x_TD, _, _ = self._hidden(tokens_BT, self._positions(positions_BT, torch.zeros_like(tokens_BT)))
-        return linear(x_TD, self.head_weight).unflatten(0, (rows, length))
+        return linear(self._read(x_TD), self.head_weight).unflatten(0, (rows, length))
 
     def extend(self, tokens_BT: Tensor, caches: Sequence[Cache], *, past: int) -> Tensor:
         """Logits [B, V] after the last of some more tokens.
@@ -197,4 +205,4 @@ class Transformer(nn.Module):
         rows, length = tokens_BT.shape
         positions_BT = torch.arange(past, past + length, device=tokens_BT.device).expand(rows, length)
         x_TD, _, _ = self._hidden(tokens_BT, self._positions(positions_BT, None), caches)
-        return linear(x_TD.unflatten(0, (rows, length))[:, -1], self.head_weight)
+        return linear(self._read(x_TD).unflatten(0, (rows, length))[:, -1], self.head_weight)
