@@ -116,6 +116,7 @@ def _train(options: argparse.Namespace) -> int:
             "nmoe-train needs PyTorch: install nmoe-core[train] "
             "(in this repository: uv sync --locked --no-default-groups --package nmoe-core --extra train)"
         )
+    _refuse_unwritable(Path(config.run.root))
     # Read when PyTorch loads its OpenMP. Threads that spin while they wait starve others where cores are shared: beside a
     # second process on two cores a quickstart step took 1 to 5 s instead of 0.45; alone it is 0.25 s either way.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -131,6 +132,15 @@ def _train(options: argparse.Namespace) -> int:
     return 128 + outcome.signal if outcome.signal else 0
 
 
+def _refuse_unwritable(root: Path) -> None:
+    """Raises where no run folder can be made, before seconds go into loading PyTorch and data."""
+    place = root
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise EnvironmentFault(f"run.root = {root}: {place} is not a folder that can be written; set run.root to one")
+
+
 def _summary(outcome: "Outcome", *, root: str) -> list[str]:
     """What is printed at the end of a run."""
     lines = []
@@ -139,7 +149,7 @@ def _summary(outcome: "Outcome", *, root: str) -> list[str]:
     if outcome.sample:
         lines += [
             "sample         prompt, then | and the continuation:",
-            f"{outcome.sample.prompt}|{outcome.sample.text}",
+            _printable(f"{outcome.sample.prompt}|{outcome.sample.text}"),
         ]
     lines += [f"run            {outcome.path} ({outcome.status} at step {outcome.step})"]
     if outcome.checkpoint:
@@ -154,8 +164,14 @@ def _judged(loss_per_byte: float, entropy: float | None) -> str:
     text = f"{loss_per_byte:.4f} nat/byte"
     if entropy is None:
         return text
-    below = 100 * (1 - loss_per_byte / entropy)
-    return f"{text}, {below:.0f} % below the byte-unigram entropy of the same text ({entropy:.2f})"
+    side = "below" if loss_per_byte <= entropy else "above"
+    share = 100 * abs(1 - loss_per_byte / entropy)
+    return f"{text}, {share:.0f} % {side} the byte-unigram entropy of the same text ({entropy:.2f})"
+
+
+def _printable(text: str) -> str:
+    """`text` without what would steer the terminal: an untrained byte model writes any byte."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def prep(arguments: Sequence[str] | None = None) -> int:
