@@ -280,3 +280,42 @@ def test_output_of_another_rubric_is_not_overwritten(tmp_path, serve, score, cor
     (tmp_path / "mine" / "thesis.doc").write_text("x")
     assert "thesis" not in score(server, "corpus.jsonl", output="mine", expect=2).stdout
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.doc"]
+
+
+def test_workers_share_the_blocks_and_leave_what_one_process_leaves(
+    tmp_path, serve, score, scored, corpus, environment
+):
+    """Three workers at once, one of them killed in the middle and started again."""
+    server = serve("--latency", "0.05")
+    corpus(count=120)
+    usual = ("corpus.jsonl", "--answer", "json_schema", "--block-bytes", "500", "--concurrency", "2")
+    command = [
+        "hydra-judge",
+        "score",
+        *usual,
+        "--rubric",
+        "educational",
+        "--base-url",
+        server.url,
+        "--model",
+        "test-model",
+    ]
+    start = [[*command, "--output", "scored", "--quiet", "--worker", f"{number}/3"] for number in range(3)]
+    running = [subprocess.Popen(one, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) for one in start]
+    while server.stats().get("answered", 0) < 30:
+        time.sleep(0.02)
+    running[1].kill()
+    assert [worker.wait(timeout=60) for worker in running] == [0, -9, 0]
+    assert not (tmp_path / "scored" / "scored.json").exists()
+    assert (
+        subprocess.run(start[1], cwd=tmp_path, env=environment, timeout=60, stdout=subprocess.DEVNULL).returncode == 0
+    )
+    assert [one["id"] for one in scored()] == [f"d{n}" for n in range(120)]
+    score(server, *usual, output="alone")
+    names = [path.relative_to(tmp_path / "alone") for path in (tmp_path / "alone").rglob("*.json*")]
+    assert len(names) > 30
+    for name in names:
+        if name.name != "runs.jsonl":
+            assert (tmp_path / "scored" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
+    for bad in ("3/3", "x", "1"):
+        assert "expected I/N" in score(server, "corpus.jsonl", "--worker", bad, expect=2).stderr

@@ -18,6 +18,7 @@ from hydra_judge.options import (
     FILE,
     FOLDER,
     judge_options,
+    parse_worker,
     reading_options,
     request_options,
     server_options,
@@ -80,6 +81,12 @@ def group() -> None:
     metavar="N",
     help="Judge N documents of low score again under each known injection; `report` shows the shift.",
 )
+@click.option(
+    "--worker",
+    default="0/1",
+    metavar="I/N",
+    help="Be worker I of N (from 0), each with the blocks I, I+N, ...; the last to end completes DIR.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what it would cost; ask nothing but a pilot, and write no scores.")
 @click.option("--pilot", type=click.IntRange(0), default=0, metavar="N", help="Measure the estimate on N documents.")
 @click.option("--batch", is_flag=True, help="Use the Batch API: cheaper, answers within a day.")
@@ -128,6 +135,9 @@ def score(**options: Any) -> None:
         max_bytes=options["max_document_bytes"],
         limit=options["limit"],
     )
+    worker = parse_worker(options["worker"])
+    if worker[1] > 1 and (options["limit"] or "-" in options["inputs"]):
+        raise ConfigError("--worker: goes with neither --limit nor standard input, which have no blocks to share")
     blocks = plan(options["inputs"], block_bytes=options["block_bytes"])
     if options["dry_run"]:
         told = asyncio.run(
@@ -154,6 +164,7 @@ def score(**options: Any) -> None:
             quiet=options["quiet"],
             canaries=options["canaries"],
             student=gate,
+            worker=worker,
             batch_poll_s=options["batch_poll"] if options["batch"] else None,
         )
     )

@@ -15,7 +15,16 @@ from hydra_judge.verdict import FORMS
 from nmoe.errors import ConfigError
 from nmoe.formats.documents import MAX_DOCUMENT_BYTES
 
-__all__ = ["FILE", "FOLDER", "judge_options", "reading_options", "request_options", "server_options", "take_servers"]
+__all__ = [
+    "FILE",
+    "FOLDER",
+    "judge_options",
+    "parse_worker",
+    "reading_options",
+    "request_options",
+    "server_options",
+    "take_servers",
+]
 
 FOLDER = click.Path(path_type=Path, file_okay=False)
 FILE = click.Path(path_type=Path, dir_okay=False)
@@ -216,3 +225,11 @@ def request_options(pairs: tuple[str, ...]) -> dict[str, Any]:
         except ValueError:
             values[key] = value
     return values
+
+
+def parse_worker(text: str) -> tuple[int, int]:
+    """ "I/N" as (I, N) with 0 <= I < N."""
+    number, slash, count = text.partition("/")
+    if not slash or not number.isdecimal() or not count.isdecimal() or not int(number) < int(count):
+        raise ConfigError(f"--worker {text}: expected I/N with I from 0 to N - 1")
+    return int(number), int(count)

@@ -13,6 +13,7 @@ work was divided or interrupted.
 """
 
 import json
+import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,16 +68,23 @@ def prepare(output: Path, *, settings: Mapping[str, Any], model: str) -> None:
     (output / "blocks").mkdir(parents=True, exist_ok=True)
 
 
-def finished_blocks(output: Path, blocks: Sequence[Block], *, extra: Mapping[str, Any]) -> set[int]:
+def finished_blocks(
+    output: Path, blocks: Sequence[Block], *, extra: Mapping[str, Any], with_failed: bool = False
+) -> set[int]:
     """Numbers of the blocks that are complete and whose input is unchanged.
 
-    A block with failed documents is not complete: they may succeed now, and all others are in the cache.
+    Args:
+        output: folder of the run.
+        blocks: the plan of the corpus.
+        extra: what else decides the content of a block.
+        with_failed: count blocks in which documents failed, too. Those are worth another try: the documents may
+            succeed now, and all others are in the cache.
     """
     found = set()
     for number, block in enumerate(blocks):
         header = _block_header(output, number)
         same = header is not None and header["rubric"].get("block") == {**block.fingerprint(), **extra}
-        if header is not None and same and block.stamp and not header["outcomes"].get("failed"):
+        if header is not None and same and block.stamp and (with_failed or not header["outcomes"].get("failed")):
             found.add(number)
     return found
 
@@ -152,7 +160,7 @@ def join_blocks(output: Path, blocks: Sequence[Block], *, settings: Mapping[str,
     parts: list[dict[str, Any]] = []
     outcomes: Counter[str] = Counter()
     rejects: Counter[str] = Counter()
-    temporary = output / f".{QUARANTINE}.tmp"
+    temporary = output / f".{QUARANTINE}.{os.getpid()}.tmp"
     with temporary.open("w", encoding="utf-8", newline="\n") as stream:
         for number in range(len(blocks)):
             folder = block_folder(output, number)
@@ -176,5 +184,5 @@ def join_blocks(output: Path, blocks: Sequence[Block], *, settings: Mapping[str,
     write_json(output / HEADER, header)
     for folder in sorted((output / "blocks").iterdir()):
         if folder.name.isdigit() and int(folder.name) >= len(blocks):
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)  # another worker may be at it
     return header

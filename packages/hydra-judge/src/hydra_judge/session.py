@@ -274,6 +274,7 @@ async def run_score(
     batch_poll_s: float | None = None,
     canaries: int = 0,
     student: StudentGate | None = None,
+    worker: tuple[int, int] = (0, 1),
 ) -> str:
     """Scores what is not scored yet and completes the folder.
 
@@ -288,6 +289,7 @@ async def run_score(
         batch_poll_s: use the Batch API and look at it every so many seconds; None asks directly.
         canaries: documents that are judged again under every attack.
         student: grades what it is sure of, so that the judge is asked for the rest.
+        worker: (number, count) of workers that share the blocks; the one that ends last completes the folder.
 
     Returns:
         A summary in one line.
@@ -299,6 +301,7 @@ async def run_score(
         prepare(output, settings=settings, model=judge.model)
         done = finished_blocks(output, blocks, extra=reading.settings())
         left = [(number, block) for number, block in enumerate(blocks) if number not in done]
+        left = [(number, block) for number, block in left if number % worker[1] == worker[0]]
         progress = Progress([block for _, block in left], stream=None if quiet else sys.stderr)
 
         async def score_one(document: Document, order: int) -> ScoredDocument:
@@ -328,6 +331,11 @@ async def run_score(
                 active=2 * servers.concurrency * len(servers.urls) + 16,
                 progress=progress,
             )
+            done = finished_blocks(output, blocks, extra=reading.settings(), with_failed=True)
+            if worker[1] > 1 and len(done) < len(blocks):
+                return (
+                    f"worker {worker[0]}/{worker[1]}: {len(left)} blocks scored, {len(done)} of {len(blocks)} complete"
+                )
             header = join_blocks(output, blocks, settings=settings, model=judge.model)
             if not header["documents"]:
                 (output / HEADER).unlink()
