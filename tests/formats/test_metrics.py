@@ -63,6 +63,20 @@ def test_values_arrays_and_batches_come_back(tmp_path):
     assert abs(rows(tmp_path, "SELECT max(time) FROM metrics")[0][0] - time.time()) < 60
 
 
+def test_entries_keep_the_numbers_of_their_layers(tmp_path):
+    with MetricWriter(tmp_path) as writer:
+        writer.log_array(
+            1, "router/load", np.array([[0.25, 0.75], [1.0, 0.0]]), axes=("layer", "expert"), layers=[1, 4]
+        )
+        writer.log_array(1, "router/entropy", np.array([0.5, 0.75]), axes=("layer",), layers=[1, 4])
+    found = rows(tmp_path, "SELECT layer, expert, value FROM metrics WHERE name = 'router/load' ORDER BY ALL")
+    assert found == [(1, 0, 0.25), (1, 1, 0.75), (4, 0, 1.0), (4, 1, 0.0)]
+    assert rows(tmp_path, "SELECT layer, value FROM metrics WHERE name = 'router/entropy' ORDER BY ALL") == [
+        (1, 0.5),
+        (4, 0.75),
+    ]
+
+
 def test_unlisted_name_raises(tmp_path):
     with MetricWriter(tmp_path) as writer:
         with pytest.raises(KeyError, match="train/typo"):

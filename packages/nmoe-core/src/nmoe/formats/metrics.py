@@ -124,7 +124,9 @@ class MetricWriter:
         count = len(values)
         self._put(_Rows(step=step, names=list(values), values=np.fromiter(values.values(), np.float64, count)))
 
-    def log_array(self, step: int, name: str, values: np.ndarray, *, axes: Sequence[Axis]) -> None:
+    def log_array(
+        self, step: int, name: str, values: np.ndarray, *, axes: Sequence[Axis], layers: Sequence[int] | None = None
+    ) -> None:
         """Takes one metric with a value for each layer, expert or rank.
 
         Args:
@@ -132,6 +134,7 @@ class MetricWriter:
             name: its name.
             values: one dimension for each of `axes`.
             axes: meaning of the dimensions, such as ("layer", "expert").
+            layers: number in the model of each entry on the layer axis (default: 0, 1, 2, ...).
 
         Raises:
             KeyError: if the name is not in the catalogue.
@@ -141,6 +144,8 @@ class MetricWriter:
         places: dict[str, np.ndarray] = dict(
             zip(axes, (grid.ravel() for grid in np.indices(values.shape, dtype=np.int32)), strict=True)
         )
+        if layers is not None:
+            places["layer"] = np.asarray(layers, dtype=np.int32)[places["layer"]]
         self._put(_Rows(step=step, names=[name] * values.size, values=values.astype(np.float64).ravel(), places=places))
 
     def log_batches(self, step: int, spans: Sequence[tuple[str, int, int]]) -> None:
