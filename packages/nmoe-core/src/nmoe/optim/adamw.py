@@ -92,13 +92,13 @@ class AdamW:
             generator.manual_seed(_mix(self._seed, self.num_updates, order[name]))
             parts = zip(*(t.view(-1).split(_CHUNK) for t in (parameter, gradient, *moments)), strict=True)
             for value, grad, first_bf16, second_bf16 in parts:
-                first = first_bf16.float().lerp_(grad, 1.0 - beta1)
-                second = second_bf16.float().mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
+                first = first_bf16.to(value.dtype).lerp_(grad, 1.0 - beta1)
+                second = second_bf16.to(value.dtype).mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
                 value.mul_(1.0 - learning_rate * weight_decay)
                 size = (second / correction2).sqrt_().add_(self._config.eps)
                 value.addcdiv_(first, size, value=-learning_rate / correction1)
-                first_bf16.copy_(round_stochastically(first, generator=generator))
-                second_bf16.copy_(round_stochastically(second, generator=generator))
+                first_bf16.copy_(round_stochastically(first.float(), generator=generator))
+                second_bf16.copy_(round_stochastically(second.float(), generator=generator))
 
     def state(self) -> dict[str, torch.Tensor]:
         """The moments by name, as they are, not copied."""
