@@ -51,6 +51,7 @@ class CheckpointWriter:
         self._before_commit = before_commit
         self._staged: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
+        self._defect: Exception | None = None
         self.failures = 0
         self.last_error = ""
 
@@ -68,7 +69,7 @@ class CheckpointWriter:
         began = time.perf_counter()
         self.wait()
         self._stage(tensors)
-        self._thread = threading.Thread(target=self._write, args=(step, dict(state)), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(step, dict(state)), name="checkpoint", daemon=True)
         self._thread.start()
         return time.perf_counter() - began
 
@@ -77,6 +78,8 @@ class CheckpointWriter:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        if self._defect is not None:
+            raise self._defect
 
     def _stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copies to host memory, page-locked where the source is a GPU; the buffers are kept for the next time."""
@@ -89,6 +92,12 @@ class CheckpointWriter:
         if on_gpu:
             torch.cuda.synchronize()
 
+    def _run(self, step: int, state: dict[str, Any]) -> None:
+        try:
+            self._write(step, state)
+        except Exception as error:  # noqa: BLE001 - a defect, not a disk: `wait` raises it on the training thread
+            self._defect = error
+
     def _write(self, step: int, state: dict[str, Any]) -> None:
         name = f"step-{step:08d}"
         building = self._directory / f".{name}.tmp"
@@ -99,8 +108,6 @@ class CheckpointWriter:
             write_tensors(building, self._staged)
             self._before_commit()
             commit(building, self._directory / name, step=step, state=state, config=self._config)
-            _log.info("checkpoint %s complete, written in %.1f s", self._directory / name, time.perf_counter() - began)
-            prune(self._directory, keep=self._keep)
         except (OSError, CheckpointError) as error:
             self.failures += 1
             self.last_error = f"{self._directory / name}: checkpoint not written: {error}"
@@ -108,6 +115,12 @@ class CheckpointWriter:
                 "%s; training goes on, older checkpoints stay (%d failed so far)", self.last_error, self.failures
             )
             shutil.rmtree(building, ignore_errors=True)
+            return
+        _log.info("checkpoint %s complete, written in %.1f s", self._directory / name, time.perf_counter() - began)
+        try:
+            prune(self._directory, keep=self._keep)
+        except OSError as error:
+            _log.warning("%s: older checkpoints not deleted (%s)", self._directory, error)
 
 
 def write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:

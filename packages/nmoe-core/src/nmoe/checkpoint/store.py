@@ -86,8 +86,8 @@ def commit(building: Path, target: Path, *, step: int, state: Mapping[str, Any],
     newest = max(path.stat().st_mtime for path in files)
     header = {"format": FORMAT, "version": VERSION, "step": step, "written_at": newest, "state": dict(state)}
     write_json(building / MANIFEST, {**header, "files": entries, "config": dict(config)})
-    if target.exists():
-        shutil.rmtree(target)
+    if target.exists():  # something incomplete of that name
+        _delete(target)
     building.rename(target)
     sync_directory(target.parent)
 
@@ -160,10 +160,14 @@ def verify(info: CheckpointInfo) -> Iterator[str]:
 def prune(directory: Path, *, keep: int) -> None:
     """Deletes complete checkpoints but the newest `keep` (at least 1). Called after a newer one is complete."""
     for path in list_checkpoints(directory)[: -max(1, keep)]:
-        doomed = path.with_name(f".{path.name}.old")
-        path.rename(doomed)  # at once: a half-deleted folder must not look like a checkpoint
-        shutil.rmtree(doomed)
+        _delete(path)
         _log.info("%s: deleted, newer checkpoints are complete", path)
+
+
+def _delete(path: Path) -> None:
+    doomed = path.with_name(f".{path.name}.old")
+    path.rename(doomed)  # at once: a half-deleted folder must not look like a checkpoint
+    shutil.rmtree(doomed)
 
 
 def remove_leftovers(directory: Path) -> None:
