@@ -36,30 +36,34 @@ def open_train(config: Config) -> tuple[list[ShardSet], list[int]]:
     else:
         sets = [open_shards(source.path) for source in config.data.train]
         weights = [source.weight for source in config.data.train]
-    _check(config, sets)
+    _check(config, sets, like=sets[0])
     return sets, weights
 
 
-def open_val(config: Config) -> ShardSet | None:
-    """Opens the held-out set, or returns None where the config names none. Raises like `open_train`."""
+def open_val(config: Config, *, like: ShardSet) -> ShardSet | None:
+    """Opens the held-out set, which must be made by the tokenizer of the set `like`. Raises like `open_train`.
+
+    Returns:
+        The set; None where the config names none.
+    """
     if not config.data.builtin and not config.data.val:
         return None
     val = open_shards(make_python_docs() / "val" if config.data.builtin else config.data.val)
-    _check(config, [val])
+    _check(config, [val], like=like)
     return val
 
 
-def _check(config: Config, sets: Sequence[ShardSet]) -> None:
+def _check(config: Config, sets: Sequence[ShardSet], *, like: ShardSet) -> None:
     for shards in sets:
         if shards.vocab_size > config.model.vocab_size:
             raise DataError(
                 f"{shards.directory}: token ids go up to {shards.vocab_size - 1} (tokenizer {shards.tokenizer_name}), "
                 f"model.vocab_size = {config.model.vocab_size}; set model.vocab_size to {shards.vocab_size} or more"
             )
-        if shards.tokenizer_sha256 != sets[0].tokenizer_sha256:
+        if shards.tokenizer_sha256 != like.tokenizer_sha256:
             raise DataError(
                 f"{shards.directory}: made by tokenizer {shards.tokenizer_name} ({shards.tokenizer_sha256[:12]}), "
-                f"but {sets[0].directory} by {sets[0].tokenizer_name} ({sets[0].tokenizer_sha256[:12]}); "
+                f"but {like.directory} by {like.tokenizer_name} ({like.tokenizer_sha256[:12]}); "
                 "make both with one tokenizer"
             )
         _verify_checksums(shards)

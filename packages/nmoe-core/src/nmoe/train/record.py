@@ -5,7 +5,7 @@ import logging
 import math
 import time
 
-import numpy as np
+import torch
 
 from nmoe.config import Config
 from nmoe.data.loader import Batch
@@ -50,7 +50,7 @@ class Recorder:
         self._began, self._first_step = time.monotonic(), progress.step
 
     def step(self, result: StepResult, batch: Batch, *, step_time: float, data_wait: float) -> None:
-        """Records a step that has just been counted in `progress`.
+        """Records a step that has just been counted in `progress`: what it read always, its figures when they are due.
 
         Args:
             result: what it did.
@@ -58,6 +58,19 @@ class Recorder:
             step_time: seconds, the wait for data among them.
             data_wait: seconds that it waited for data.
         """
+        step, config, layers = batch.step, self._config, list(self._parts.model.routers())
+        last = step == config.train.steps
+        health = router_health(result.load_LE) if layers else None
+        self._metrics.log_batches(step, batch.spans)
+        if health and (step % config.metrics.router_every == 0 or step == 1 or last):
+            self._metrics.log_array(step, "router/load", health.share_LE, axes=("layer", "expert"), layers=layers)
+        if step % config.train.log_every == 0 or last or result.skipped:
+            self._figures(result, batch, health, step_time=step_time, data_wait=data_wait)
+        self._bar.show(step, config.train.steps, eta_s=self._eta())
+
+    def _figures(
+        self, result: StepResult, batch: Batch, health: RouterHealth | None, *, step_time: float, data_wait: float
+    ) -> None:
         step, config = batch.step, self._config
         tokens_per_second = batch.num_targets / step_time
         mfu = tokens_per_second * self._flop_per_token / self._peak.flops
@@ -80,14 +93,13 @@ class Recorder:
             values["memory/gpu_peak"] = memory
         if config.train.z_loss:
             values["train/z_loss"] = result.z_loss
-        if config.num_moe_layers and (config.moe.balance_loss or config.moe.z_loss):
-            values |= self._aux_losses(result.aux_loss)
-        health = router_health(result.load_LE) if len(result.load_LE) else None
+        if config.model.mtp_depth:
+            values["train/mtp_loss"] = result.mtp_loss
         if health:
+            values |= self._aux_losses(result.aux_loss)
             values["router/overload"] = 1.0  # one rank holds all experts
             self._router(step, health)
         self._metrics.log(step, values)
-        self._metrics.log_batches(step, batch.spans)
         _log.info(
             "%s",
             format_step(
@@ -107,29 +119,27 @@ class Recorder:
                 )
             ),
         )
-        self._bar.show(step, config.train.steps, eta_s=self._eta())
 
     def _aux_losses(self, aux_loss: float) -> dict[str, float]:
         """The routers' losses by name; the model gives their sum, so neither is recorded where both are on."""
         moe = self._config.moe
-        if moe.balance_loss and moe.z_loss:
+        if bool(moe.balance_loss) == bool(moe.z_loss):
             return {}
         return {"train/balance_loss" if moe.balance_loss else "train/router_z_loss": aux_loss}
 
     def _router(self, step: int, health: RouterHealth) -> None:
-        for name, values in (
+        routers = self._parts.model.routers()
+        figures = [
             ("router/max_over_mean", health.max_over_mean),
             ("router/dead_experts", health.dead_experts),
             ("router/entropy", health.entropy),
-        ):
-            self._metrics.log_array(step, name, values, axes=("layer",))
-        biases = [router.bias for router in self._parts.model.routers().values() if router.bias is not None]
+        ]
+        biases = [router.bias for router in routers.values() if router.bias is not None]
         if biases:
-            ranges = np.array([float(bias.max() - bias.min()) for bias in biases])
-            self._metrics.log_array(step, "router/bias_range", ranges, axes=("layer",))
-        last = step == self._config.train.steps
-        if step % self._config.metrics.router_every == 0 or step == 1 or last:
-            self._metrics.log_array(step, "router/load", health.share_LE, axes=("layer", "expert"))
+            bias_LE = torch.stack(biases).cpu().numpy()  # one wait for the device, not one a layer
+            figures.append(("router/bias_range", bias_LE.max(axis=1) - bias_LE.min(axis=1)))
+        for name, values in figures:
+            self._metrics.log_array(step, name, values, axes=("layer",), layers=list(routers))
 
     def _eta(self) -> float:
         """Seconds to the end at the pace of this process so far, evaluations and checkpoints among it."""

@@ -4,7 +4,6 @@
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -91,32 +90,19 @@ def train(config: Config, *, fresh: bool, bar: ProgressBar) -> Outcome:
     Raises:
         NmoeError: the data, the run's folder or the machine does not allow it.
     """
-    sets, weights = open_train(config)
-    val = open_val(config)
-    device = choose_device()
-    folder = open_folder(config, fresh=fresh)
-    log_file = log_to_file(folder.path / "log.txt")
-    try:
-        with _recorded_failure(folder):
-            return _Run(config, folder, device, sets, weights, val, bar).train()
-    finally:
-        bar.clear()
-        logging.getLogger("nmoe").removeHandler(log_file)
-        log_file.close()
-        folder.lock.release()
-
-
-@contextlib.contextmanager
-def _recorded_failure(folder: RunFolder) -> Iterator[None]:
-    """Writes an error that ends the run into `run.json` and `log.txt` before it goes on its way."""
-    try:
-        yield
-    except Exception as error:
-        line = f"{type(error).__name__}: {error}".splitlines()[0]
-        folder.record.finish("failed", step=folder.first_step - 1, error=line)
-        if not isinstance(error, NmoeError):
-            _log.error("the run failed", exc_info=True)
-        raise
+    with StopSignal() as stop:
+        sets, weights = open_train(config)
+        val = open_val(config, like=sets[0])
+        device = choose_device()
+        folder = open_folder(config, fresh=fresh)
+        log_file = log_to_file(folder.path / "log.txt")
+        try:
+            return _Run(config, folder, device, sets, weights, val, bar, stop).train()
+        finally:
+            bar.clear()
+            logging.getLogger("nmoe").removeHandler(log_file)
+            log_file.close()
+            folder.lock.release()
 
 
 class _Run:
@@ -131,26 +117,44 @@ class _Run:
         weights: list[int],
         val: ShardSet | None,
         bar: ProgressBar,
+        stop: StopSignal,
     ):
-        self.config, self.folder, self.bar = config, folder, bar
+        self.config, self.folder, self.device = config, folder, device
         self.sets, self.weights, self.val = sets, weights, val
-        self.parts: Parts = build(config, device)
-        self.progress = Progress()
-        if folder.checkpoint:
-            self.progress = restore(self.parts, folder.checkpoint)
-        elif config.run.start_from:
-            start_from(self.parts, Path(config.run.start_from))
-        self.peak = device_peak(device, compute_dtype(config))
-        _log.info("peak %.4g TFLOP/s (%s)", self.peak.flops / 1e12, self.peak.origin)
+        self.bar, self.stop = bar, stop
+        self.progress = Progress(step=folder.first_step - 1)
         self.held_out: HeldOut | None = None
 
     def train(self) -> Outcome:
+        """From the first step to the outcome; an error that ends the run is in `run.json` before it goes on its way."""
+        try:
+            self._build()
+            checkpoints = self._train()
+            return self._end(checkpoints)
+        except Exception as error:
+            line = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.folder.record.finish("failed", step=self.progress.step, error=line)
+            if not isinstance(error, NmoeError):
+                _log.error("the run failed", exc_info=True)
+            raise
+
+    def _build(self) -> None:
+        config, checkpoint = self.config, self.folder.checkpoint
+        self.parts: Parts = build(config, self.device)
+        if checkpoint:
+            self.progress = restore(self.parts, checkpoint)
+        elif config.run.start_from:
+            start_from(self.parts, Path(config.run.start_from))
+        self.peak = device_peak(self.device, compute_dtype(config))
+        _log.info("peak %.4g TFLOP/s (%s)", self.peak.flops / 1e12, self.peak.origin)
+
+    def _train(self) -> CheckpointWriter:
+        """The steps; everything logged is published and every checkpoint written when it returns."""
         config, folder = self.config, self.folder
         verb = "going on with" if folder.resumed else "beginning"
         _log.info("%s %s at step %d of %d", verb, folder.path, folder.first_step, config.train.steps)
         resume_step = folder.first_step if folder.resumed else None
         with contextlib.ExitStack() as stack:
-            stop = stack.enter_context(StopSignal())
             watch = stack.enter_context(Watch(folder.record))
             metrics = stack.enter_context(
                 MetricWriter(folder.path, publish_s=config.metrics.publish_s, resume_step=resume_step)
@@ -167,11 +171,10 @@ class _Run:
             )
             loader = stack.enter_context(self._loader())
             if self.progress.step < config.train.steps:
-                self._steps(loader, recorder, checkpoints, watch, stop)
+                self._steps(loader, recorder, checkpoints, watch)
             elif self.val:
                 self._evaluate(watch)
-            checkpoints.wait()
-            return self._end(stop, checkpoints)
+        return checkpoints
 
     def _loader(self) -> Loader:
         config = self.config
@@ -186,12 +189,11 @@ class _Run:
             next_sample=self.progress.next_sample,
         )
 
-    def _steps(
-        self, loader: Loader, recorder: Recorder, checkpoints: CheckpointWriter, watch: Watch, stop: StopSignal
-    ) -> None:
+    def _steps(self, loader: Loader, recorder: Recorder, checkpoints: CheckpointWriter, watch: Watch) -> None:
         train, progress = self.config.train, self.progress
         watch.progress(progress.step)
-        while progress.step < train.steps and not stop.number:
+        last, stopping = False, bool(self.stop.number)
+        while not (last or stopping):
             began = time.perf_counter()
             batch = next(loader)
             waited = time.perf_counter() - began
@@ -199,12 +201,12 @@ class _Run:
             spent = time.perf_counter() - began
             self._count(batch.step, batch.num_targets, loader.next_sample, result)
             last = progress.step == train.steps
-            if progress.step % train.log_every == 0 or last or result.skipped:
-                recorder.step(result, batch, step_time=spent, data_wait=waited)
+            recorder.step(result, batch, step_time=spent, data_wait=waited)
             watch.progress(progress.step)
             if self.val and (last or (train.eval_every and progress.step % train.eval_every == 0)):
                 recorder.held_out(*self._evaluate(watch))
-            if progress.step % self.config.checkpoint.every == 0 or last or stop.number:
+            stopping = bool(self.stop.number)  # read once: a stop always has its checkpoint
+            if progress.step % self.config.checkpoint.every == 0 or last or stopping:
                 state = checkpoint_state(self.parts, progress)
                 pause = checkpoints.save(progress.step, tensors=checkpoint_tensors(self.parts), state=state)
                 recorder.checkpoint(pause)
@@ -236,7 +238,7 @@ class _Run:
         )
         return self.held_out, time.perf_counter() - began
 
-    def _end(self, stop: StopSignal, checkpoints: CheckpointWriter) -> Outcome:
+    def _end(self, checkpoints: CheckpointWriter) -> Outcome:
         finished = self.progress.step >= self.config.train.steps
         complete = list_checkpoints(self.folder.path / "checkpoints")
         name = f"step-{self.progress.step:08d}"
@@ -247,7 +249,7 @@ class _Run:
         return Outcome(
             path=self.folder.path,
             status=status,
-            signal=0 if finished else stop.number,
+            signal=0 if finished else self.stop.number,
             step=self.progress.step,
             checkpoint=complete[-1] if complete else None,
             checkpoint_error=lost,

@@ -16,6 +16,7 @@ from nmoe.checkpoint.load import load_tensors, load_weights
 from nmoe.checkpoint.store import CheckpointInfo, find_checkpoint
 from nmoe.comm.local import Local
 from nmoe.config import Config
+from nmoe.errors import CheckpointError
 from nmoe.model.init import init_model
 from nmoe.model.transformer import Transformer
 from nmoe.ops import registry
@@ -124,15 +125,21 @@ def restore(parts: Parts, checkpoint: CheckpointInfo) -> Progress:
     Raises:
         CheckpointError: a file is damaged, or it belongs to another model.
     """
+    load_tensors(checkpoint, checkpoint_tensors(parts))
     state = dict(checkpoint.state)
-    tensors = checkpoint_tensors(parts)
-    load_tensors(checkpoint, tensors)
-    parts.optimizer.num_updates = int(state.pop("num_updates"))
-    rng = state.pop("rng")
-    torch.set_rng_state(_bytes(rng["cpu"]))
-    if parts.device.type == "cuda" and "cuda" in rng:
-        torch.cuda.set_rng_state(_bytes(rng["cuda"]), parts.device)
-    return Progress(**state)
+    try:
+        num_updates, rng = int(state.pop("num_updates")), state.pop("rng")
+        progress = Progress(**state)
+        torch.set_rng_state(_bytes(rng["cpu"]))
+        if parts.device.type == "cuda" and "cuda" in rng:
+            torch.cuda.set_rng_state(_bytes(rng["cuda"]), parts.device)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{checkpoint.path}: its state is not one that this version wrote ({type(error).__name__}: {error}); "
+            "go on with the version that wrote it, or start anew with --fresh"
+        ) from None
+    parts.optimizer.num_updates = num_updates
+    return progress
 
 
 def _bytes(text: str) -> torch.Tensor:

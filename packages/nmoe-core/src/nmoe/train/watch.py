@@ -103,9 +103,15 @@ class Watch:
             limit = max(self._least_s, self._factor * median(self._times or [0.0]))
             if silence < limit:
                 hung = False
-                self._record.heartbeat(self._step)
+                self._beat()
             elif not hung:
                 hung = True
                 self.hangs += 1
                 _log.error("no progress for %.0f s after step %d: stacks of all threads follow", silence, self._step)
                 faulthandler.dump_traceback(file=self._output, all_threads=True)
+
+    def _beat(self) -> None:
+        try:
+            self._record.heartbeat(self._step)
+        except OSError as error:  # a full disk: the next beat may succeed
+            _log.warning("heartbeat not written; training goes on (%s)", error)
