@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AdamW against PyTorch's, stochastic rounding, clipping, and the learning rate of every step."""
+
+import math
+
+import pytest
+import torch
+
+from nmoe.config import Optim
+from nmoe.optim.adamw import AdamW, round_stochastically
+from nmoe.optim.clip import clip_gradients, gradient_norm
+from nmoe.optim.schedule import learning_rate
+
+
+def parameters(dtype=torch.float32) -> list[tuple[str, torch.nn.Parameter]]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"matrix": (20, 30), "experts": (3, 8, 5), "norm.weight": (30,)}
+    return [
+        (name, torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)))
+        for name, shape in shapes.items()
+    ]
+
+
+def train(optimizer: AdamW, named, steps: int, *, seed: int = 1) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for _, parameter in named:
+            parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        optimizer.step(learning_rate=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_adamw_is_that_of_torch_with_decay_on_matrices_alone(dtype):
+    ours, theirs = parameters(dtype), parameters(dtype)
+    matrices = [p for _, p in theirs if p.ndim >= 2]
+    vectors = [p for _, p in theirs if p.ndim < 2]
+    reference = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        lr=1e-2,
+        betas=(0.9, 0.95),
+    )
+    optimizer = AdamW(ours, config=Optim(learning_rate=1e-2), seed=0)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(30):
+        for (_, a), (_, b) in zip(ours, theirs, strict=True):
+            a.grad = torch.randn(a.shape, generator=generator, dtype=dtype)
+            b.grad = a.grad.clone()
+        optimizer.step(learning_rate=1e-2)
+        reference.step()
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-14
+    for (name, a), (_, b) in zip(ours, theirs, strict=True):
+        assert (a - b).abs().max() < tolerance, name
+
+
+def test_adamw_with_bf16_moments_stays_near_fp32_moments():
+    narrow, wide = parameters(), parameters()
+    start = [p.detach().clone() for _, p in narrow]
+    train(AdamW(narrow, config=Optim(learning_rate=1e-2, moment_dtype="bf16"), seed=0), narrow, 40)
+    train(AdamW(wide, config=Optim(learning_rate=1e-2), seed=0), wide, 40)
+    for (_, a), (_, b), begin in zip(narrow, wide, start, strict=True):
+        assert (a - b).norm() < 0.02 * (b - begin).norm()
+        assert not torch.equal(a, b)
+
+
+def test_adamw_with_bf16_moments_follows_a_second_moment_that_changes_by_less_than_a_rounding_step():
+    parameter = torch.nn.Parameter(torch.zeros(4000, 1))
+    config = Optim(learning_rate=1e-3, betas=(0.9, 0.9995), moment_dtype="bf16")
+    optimizer = AdamW([("w", parameter)], config=config, seed=0)
+    for _ in range(2000):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step(learning_rate=0.0)
+    second = optimizer.state()["w.second"].float().mean()
+    assert second == pytest.approx(1 - 0.9995**2000, rel=0.02)
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_adamw_resumed_in_the_middle_gives_the_same_bits(moments):
+    config = Optim(learning_rate=1e-2, moment_dtype=moments)
+    whole = parameters()
+    optimizer = AdamW(whole, config=config, seed=5)
+    train(optimizer, whole, 3)
+    saved = {name: tensor.clone() for name, tensor in optimizer.state().items()}
+    resumed = [(name, torch.nn.Parameter(p.detach().clone())) for name, p in whole]
+    train(optimizer, whole, 3, seed=2)
+    second = AdamW(resumed, config=config, seed=5)
+    second.load(saved, num_updates=3)
+    train(second, resumed, 3, seed=2)
+    for (_, a), (_, b) in zip(whole, resumed, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_adamw_moves_a_master_value_by_less_than_bf16_could_hold():
+    parameter = torch.nn.Parameter(torch.ones(10))
+    optimizer = AdamW([("norm.weight", parameter)], config=Optim(learning_rate=1e-4), seed=0)
+    parameter.grad = torch.ones(10)
+    optimizer.step(learning_rate=1e-4)
+    assert torch.allclose(parameter, torch.full((10,), 1 - 1e-4), atol=1e-6)
+    assert torch.equal(parameter.bfloat16(), torch.ones(10).bfloat16())
+
+
+def test_stochastic_rounding_keeps_the_mean_and_special_values():
+    value = 1.0 + 0.3 / 128
+    generator = torch.Generator().manual_seed(0)
+    rounded = round_stochastically(torch.full((200_000,), value), generator=generator).float()
+    assert set(rounded.unique().tolist()) == {1.0, 1.0 + 1 / 128}
+    assert float(rounded.double().mean()) == pytest.approx(value, abs=5e-5)
+    special = torch.tensor([0.0, -2.0, math.inf, -math.inf, math.nan])
+    kept = round_stochastically(special, generator=generator).float()
+    assert torch.equal(kept[:4], special[:4])
+    assert kept[4].isnan()
+
+
+def test_gradient_norm_is_that_of_all_gradients_and_clipping_brings_it_to_the_limit():
+    gradients = [torch.full((3,), 2.0), torch.full((1, 4), 1.0)]
+    norm = float(gradient_norm(gradients))
+    assert norm == pytest.approx(4.0)
+    clip_gradients(gradients, norm=norm, limit=0.0)
+    assert gradients[0].tolist() == [2.0] * 3
+    clip_gradients(gradients, norm=norm, limit=1.0)
+    assert float(gradient_norm(gradients)) == pytest.approx(1.0)
+    clip_gradients(gradients, norm=1.0, limit=2.0)
+    assert float(gradient_norm(gradients)) == pytest.approx(1.0)
+
+
+def test_schedule_wsd_warms_up_stays_and_falls_linearly_to_its_end(tiny):
+    config = tiny("train.steps=100", "schedule.warmup_steps=10", "schedule.decay_steps=20", "optim.learning_rate=1.0")
+    rates = {step: learning_rate(config, step=step) for step in range(1, 101)}
+    assert rates[1] == pytest.approx(0.1)
+    assert rates[10] == rates[11] == rates[80] == 1.0
+    assert rates[90] == pytest.approx(0.55)
+    assert rates[100] == pytest.approx(0.1)
+
+
+def test_schedule_cosine_falls_from_the_warmup_to_its_end(tiny):
+    config = tiny(
+        "train.steps=110",
+        "schedule.kind=cosine",
+        "schedule.warmup_steps=10",
+        "schedule.decay_steps=0",
+        "schedule.final_ratio=0.2",
+        "optim.learning_rate=1.0",
+    )
+    rates = {step: learning_rate(config, step=step) for step in range(1, 111)}
+    assert rates[10] == 1.0
+    assert rates[60] == pytest.approx(0.6)
+    assert rates[110] == pytest.approx(0.2)
+    assert all(rates[step] > rates[step + 1] for step in range(10, 110))
