@@ -3,6 +3,7 @@
 
 import gzip
 import json
+import random
 from pathlib import Path
 
 import pyarrow
@@ -35,9 +36,10 @@ def dirty_corpus(folder: Path) -> dict[str, list[tuple[int, str]]]:
         ]
     )
     (folder / "a.jsonl").write_bytes(body)
-    packed = gzip.compress((GOOD + b"\n") + b"".join(b'{"text": "filler %d"}\n' % n for n in range(3000)))
+    packed = gzip.compress((GOOD + b"\n") + b"".join(b'{"text": "filler %d"}\n' % n for n in range(600)))
     (folder / "b.jsonl.gz").write_bytes(packed[: len(packed) // 2])
-    lines = GOOD + b"\n" + b"".join(b'{"text": "filler number %d"}\n' % (n * n * 7919) for n in range(5000))
+    noise = random.Random(0)
+    lines = GOOD + b"\n" + b"".join(b'{"text": "filler %x"}\n' % noise.getrandbits(1000) for _ in range(1500))
     packed = zstandard.compress(lines)
     (folder / "c.jsonl.zst").write_bytes(packed[: len(packed) // 2])
     (folder / "d.jsonl.gz").write_bytes(b"this is no gzip")
@@ -85,7 +87,7 @@ def test_every_kind_of_dirt_is_quarantined_with_line_and_reason(tmp_path, serve,
     documents = scored()
     good = [one["source"] for one in documents if one["id"] == "good"]
     assert good == ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "f.parquet"]
-    assert sum(1 for one in documents if one["source"] == "c.jsonl.zst") > 300
+    assert sum(1 for one in documents if one["source"] == "c.jsonl.zst") > 200
     assert all(one["outcome"] == "ok" for one in documents)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from hydra_judge.backends import Backend, RateLimitError, RejectedError, ServerError
 from hydra_judge.budget import Budget, BudgetError
 from hydra_judge.cache import Cache
-from hydra_judge.limits import Backoff, Endpoint
+from hydra_judge.limits import OPEN_AFTER, Backoff, Endpoint
 from hydra_judge.verdict import Reply
 from nmoe.errors import EnvironmentFault, NmoeError
 
@@ -171,7 +171,8 @@ class Engine:
             finally:
                 self._dispatch()
             pause = backoff.next()
-            if endpoint.open_since is None:
+            # With so few requests left, the breaker cannot tell a server that is down from documents that break it.
+            if endpoint.open_since is None or len(self._flights) < OPEN_AFTER:
                 tried += time.monotonic() - began + pause
             if tried > self._deadline:
                 raise RejectedError(f"no answer in {self._deadline:g} s of trying; last: {last}", outcome="failed")

@@ -8,12 +8,14 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["Backoff", "Endpoint", "TokenBucket"]
+__all__ = ["OPEN_AFTER", "Backoff", "Endpoint", "TokenBucket"]
 
 # An epoch is as many completions as the limit allows in flight. A tenth of the requests refused at random is no reason
 # to slow down, a quarter is.
 _GROW_BELOW, _SHRINK_ABOVE, _PAUSE_ABOVE = 0.15, 0.25, 0.5
-_OPEN_AFTER = 8
+OPEN_AFTER = 8
+"""Faults in a row that open the breaker."""
+
 _FIRST_COOL_DOWN_S, _LAST_COOL_DOWN_S = 1.0, 60.0
 
 
@@ -158,7 +160,7 @@ class Endpoint:
                 self._probing = False
                 self._cool_down = min(self._cool_down * 2, _LAST_COOL_DOWN_S)
                 self._retry_at = now + self._cool_down * random.uniform(0.8, 1.0)
-        elif self._faults >= _OPEN_AFTER:
+        elif self._faults >= OPEN_AFTER:
             self.open_since = now
             self._retry_at = now + self._cool_down * random.uniform(0.8, 1.0)
         self._count(congested=timeout)
