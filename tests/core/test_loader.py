@@ -149,7 +149,7 @@ def test_sources_and_held_out_text_of_two_tokenizers_are_refused(tmp_path, sets,
     with ShardWriter(tmp_path / "other", tokenizer=OtherTokenizer()) as writer:
         writer.add(np.arange(20, dtype=np.uint32), id="x", source="x", text_bytes=20)
     mixed = tiny(f'data.train=["{tmp_path}/a", "{tmp_path}/other"]')
-    with pytest.raises(DataError, match="other: made by tokenizer other .*but .*/a by bytes"):
+    with pytest.raises(DataError, match=r"other: made by tokenizer other .*but .*/a by bytes"):
         open_train(mixed)
     held_out = tiny(f'data.val="{tmp_path}/other"')
     with pytest.raises(DataError, match="other: made by tokenizer other"):
