@@ -56,6 +56,7 @@ def test_command_serves_the_same_as_streamlit_run(tmp_path: Path):
     finally:
         process.terminate()
         process.wait(timeout=20)
+    assert not listening(port)  # a signal to the command ends the server
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@
 """
 
 import argparse
-import subprocess
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from nmoe.formats import DataError, NmoeError
 from nviz.catalog import list_entries
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _serve(words: list[str]) -> int:
+def _serve(words: list[str]) -> NoReturn:
     parser = argparse.ArgumentParser(
         prog="nviz",
         description="See what the model is doing, while it does it.",
@@ -46,7 +47,7 @@ def _serve(words: list[str]) -> int:
     flags += [word for root in chosen.data for word in ("--data", str(root))]
     flags += ["--alerts", str(chosen.alerts)] if chosen.alerts else []
     command = [sys.executable, "-m", "streamlit", "run", str(SCRIPT), "--server.port", str(parsed.port), "--", *flags]
-    return subprocess.call(command)
+    os.execv(command[0], command)  # noqa: S606 - no process between, so that a signal to the command ends the server
 
 
 def _export(words: list[str]) -> int:
