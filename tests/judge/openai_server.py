@@ -253,6 +253,9 @@ class Connection(asyncio.Protocol):
             )
             self.reply(401, {"error": {"message": message, "type": "invalid_request_error", "code": "invalid_api_key"}})
             return
+        if state.options.redirect:
+            self.reply(307, {}, {"Location": state.options.redirect})
+            return
         state.counts["requests"] += 1
         state.asked[digest] += 1
         state.after_answer += state.answered[digest] > 0
@@ -403,6 +406,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dialect", choices=DIALECTS, default="json_schema")
     parser.add_argument("--context", type=int, default=1 << 30, help="characters of the longest document")
     parser.add_argument("--key", default="", help="API key that is demanded, in lower case")
+    parser.add_argument("--redirect", default="", help="send every chat request to this address instead")
     parser.add_argument("--gullible", action="store_true", help="believe documents that name their own score")
     parser.add_argument("--batch-polls", type=int, default=1, help="polls until a batch is complete")
     parser.add_argument("--seed", type=int, default=0)

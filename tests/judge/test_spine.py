@@ -242,6 +242,9 @@ def test_documents_go_to_the_named_host_alone(tmp_path, serve, score, corpus, en
     }
     corpus(count=5)
     score(server, "corpus.jsonl")
+    elsewhere = serve("--redirect", f"{other.url}/chat/completions")
+    said = score(elsewhere, "corpus.jsonl", "--cache", "new.sqlite", output="second", expect=2)
+    assert "points elsewhere" in said.stderr
     assert other.stats().get("requests", 0) == 0
     assert server.stats()["requests"] == 6
 

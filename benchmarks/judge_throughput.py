@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine makes of a server, against arithmetic and against the bare client, and the memory of a large corpus.
+
+    python benchmarks/judge_throughput.py [latency] [saturation] [memory]
+
+latency: a server that takes 2 s, 256 requests in flight; at best 128 documents/s. The start is included.
+saturation: a server that answers at once; documents/s of the judge beside requests/s of the bare `openai` client that
+sends the same bodies, with both of its transports, in the same run.
+memory: peak resident memory above the imports for a corpus of 2 GB.
+"""
+
+import asyncio
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import httpx2
+import openai
+
+from hydra_judge.judge import Judge
+from hydra_judge.prompt import excerpts, messages
+from hydra_judge.rubric import load_rubric
+
+ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+MEASURE = (
+    "import resource, sys; from hydra_judge import cli, tables, backends; import hydra_judge.backends.openai, pyarrow.parquet; "
+    "base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; sys.argv[0] = 'hydra-judge'\n"
+    "try: cli.main()\n"
+    "finally: print('MEMORY', base, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+)
+
+
+def start_server(*arguments: str) -> tuple[subprocess.Popen[str], str]:
+    command = [sys.executable, str(ROOT / "tests/judge/openai_server.py"), "--port", "0", *arguments]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    return server, server.stdout.readline().strip()
+
+
+def text(number: int, *, size: int = 1500) -> str:
+    return f"Document {number} of the corpus. [[score={number % 6}]] " + "A sentence of plain English words. " * (
+        size // 35
+    )
+
+
+def write_corpus(path: Path, count: int, *, size: int = 1500) -> None:
+    with path.open("w") as stream:
+        for number in range(count):
+            stream.write(json.dumps({"id": f"d{number}", "text": text(number, size=size)}) + "\n")
+
+
+def judge(corpus: Path, url: str, folder: Path, concurrency: int) -> tuple[float, str]:
+    """Seconds that a run takes as it accounts for them (start of the process excluded), and what it printed."""
+    arguments = [
+        "score", str(corpus), "--rubric", "educational", "--base-url", url, "--model", "m", "--answer", "json_schema",
+        "--concurrency", str(concurrency), "--output", str(folder / "out"), "--cache", str(folder / "cache.sqlite"), "--quiet",
+    ]  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", MEASURE, *arguments], check=True, capture_output=True, text=True)
+    return json.loads((folder / "out" / "runs.jsonl").read_text())["seconds"], done.stdout
+
+
+def latency(folder: Path) -> None:
+    server, url = start_server("--latency", "2")
+    count = 256 * 30
+    write_corpus(folder / "corpus.jsonl", count)
+    seconds, _ = judge(folder / "corpus.jsonl", url, folder, 256)
+    server.kill()
+    print(
+        f"latency: {count / seconds:.1f} documents/s of 128 ({count / seconds / 128:.1%}), {count} documents, 2 s, 256 in flight"
+    )
+
+
+async def bare(url: str, bodies: list[dict], concurrency: int, client: httpx2.AsyncClient) -> float:
+    """Requests per second of the client alone."""
+    api = openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0, http_client=client)
+    left = iter(bodies)
+
+    async def work() -> None:
+        for body in left:
+            await api.chat.completions.create(**body)
+
+    began = time.monotonic()
+    await asyncio.gather(*[work() for _ in range(concurrency)])
+    seconds = time.monotonic() - began
+    await api.close()
+    return len(bodies) / seconds
+
+
+def saturation(folder: Path) -> None:
+    rubric = load_rubric("educational")
+    asked = Judge(rubric=rubric, model="m", form="json_schema")
+    count, concurrency = 4000, 64
+    bodies = []
+    for number in range(count):
+        (part,) = excerpts(text(number), rubric=rubric)
+        chat = messages(part, rubric=rubric, form="json_schema")
+        bodies.append(asked.request(part, chat, vote=0, attempt=0, order=0).body)
+    server, url = start_server()
+    limits = httpx2.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+    rates = {
+        "aiohttp": asyncio.run(
+            bare(url, bodies, concurrency, openai.DefaultAioHttpClient(limits=limits, trust_env=False))
+        ),
+        "default": asyncio.run(
+            bare(url, bodies, concurrency, openai.DefaultAsyncHttpxClient(limits=limits, trust_env=False))
+        ),
+    }
+    write_corpus(folder / "corpus.jsonl", count)
+    seconds, _ = judge(folder / "corpus.jsonl", url, folder, concurrency)
+    server.kill()
+    for name, rate in rates.items():
+        print(f"saturation: bare client, {name} transport: {rate:.0f} requests/s")
+    rate = count / seconds
+    print(f"saturation: hydra-judge: {rate:.0f} documents/s, {rate / max(rates.values()):.1%} of the best bare client")
+
+
+def memory(folder: Path) -> None:
+    server, url = start_server()
+    write_corpus(folder / "corpus.jsonl", 2000, size=1 << 20)
+    size = (folder / "corpus.jsonl").stat().st_size
+    _, said = judge(folder / "corpus.jsonl", url, folder, 64)
+    server.kill()
+    found = re.search(r"MEMORY (\d+) (\d+)", said)
+    assert found
+    base, peak = int(found[1]) / 1024, int(found[2]) / 1024
+    print(f"memory: {peak - base:.0f} MiB above the {base:.0f} MiB of the imports, for {size / 1e9:.2f} GB")
+
+
+def main() -> None:
+    parts = {"latency": latency, "saturation": saturation, "memory": memory}
+    for name in sys.argv[1:] or parts:
+        folder = Path(tempfile.mkdtemp(prefix="judge-throughput-"))
+        parts[name](folder)
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
