@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nmoe-prep`: text of every accepted form to shards, what is rejected, the split, and what is refused."""
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nmoe import cli
+from nmoe.formats.shards import open_shards, verify_shards
+from nmoe.formats.tokenizers import ByteTokenizer
+
+
+def documents(folder: Path) -> dict[str, tuple[str, str]]:
+    """Text -> (source, id) of every document of a shard folder."""
+    found = {}
+    for shard in open_shards(folder).shards:
+        for (start, end), line in zip(shard.index, shard.lineages(), strict=True):
+            assert int(shard.tokens[end - 1]) == ByteTokenizer().eos_id
+            found[ByteTokenizer().decode(shard.tokens[start : end - 1])] = (line["source"], line["id"])
+    return found
+
+
+def jsonl(*texts: str) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def refused(capsys, *arguments: object) -> str:
+    """The one line that `nmoe-prep` ends with."""
+    capsys.readouterr()
+    assert cli.prep([str(argument) for argument in arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert printed.err.startswith("error: ")
+    return printed.err[7:-1]
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Path:
+    root = tmp_path / "corpus"
+    (root / "deep" / "er").mkdir(parents=True)
+    (root / "a.txt").write_text("A text\r\nof two lines, é.\n", newline="")
+    (root / "b.txt.gz").write_bytes(gzip.compress(b"packed"))
+    (root / "deep" / "c.jsonl").write_bytes(jsonl("one", "two") + b'\n{"id": "mine", "text": "three"}\n')
+    (root / "deep" / "er" / "d.ndjson.gz").write_bytes(gzip.compress(jsonl("four")))
+    (root / "notes.md").write_text("not read")
+    return root
+
+
+def test_prep_reads_every_form_and_keeps_where_it_came_from(corpus, tmp_path, capsys):
+    out = tmp_path / "shards"
+    assert cli.prep([str(corpus), "--output", str(out)]) == 0
+    found = documents(out)
+    assert {text: source for text, (source, _) in found.items()} == {
+        "A text\nof two lines, é.\n": "a.txt",
+        "packed": "b.txt.gz",
+        "one": "deep/c.jsonl",
+        "two": "deep/c.jsonl",
+        "three": "deep/c.jsonl",
+        "four": "deep/er/d.ndjson.gz",
+    }
+    assert found["three"][1] == "mine"
+    shards = open_shards(out)
+    assert (shards.num_documents, shards.text_bytes) == (6, sum(len(text.encode()) for text in found))
+    assert list(verify_shards(out)) == []
+    assert capsys.readouterr().out == f"{out}: 6 documents, {shards.num_tokens} tokens\n"
+    assert (out / "rejected.jsonl").read_text() == ""
+
+
+def test_prep_as_a_process_splits_shards_at_the_limit(corpus, tmp_path):
+    command = [Path(sys.executable).with_name("nmoe-prep"), corpus / "deep" / "c.jsonl", corpus / "a.txt"]
+    options = ["--output", tmp_path / "out", "--shard-tokens", "16"]
+    ended = subprocess.run([*command, *options], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    shards = open_shards(tmp_path / "out")
+    assert len(shards.shards) > 2
+    assert all(len(shard.tokens) <= 16 for shard in shards.shards)
+    assert shards.num_documents == 4
+    assert f"4 documents, {shards.num_tokens} tokens" in ended.stdout
+
+
+def test_prep_lists_what_it_rejects_and_goes_on(tmp_path, capsys):
+    (tmp_path / "x.jsonl").write_bytes(
+        jsonl("good") + b'{"text": 5}\n{"body": "x"}\n{"text": "  "}\nhalf a line {\n\xff\xfe\n' + jsonl("also good")
+    )
+    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(b"text " * 1000)[:40])
+    out = tmp_path / "out"
+    assert cli.prep([str(tmp_path / "x.jsonl"), str(tmp_path / "cut.txt.gz"), "--output", str(out)]) == 0
+    assert set(documents(out)) == {"good", "also good"}
+    rejected = [json.loads(line) for line in (out / "rejected.jsonl").read_text().splitlines()]
+    assert [(entry["source"], entry["line"], entry["reason"]) for entry in rejected] == [
+        ("x.jsonl", 2, "not_text"),
+        ("x.jsonl", 3, "missing_text"),
+        ("x.jsonl", 4, "empty_text"),
+        ("x.jsonl", 5, "bad_json"),
+        ("x.jsonl", 6, "bad_utf8"),
+        ("cut.txt.gz", 0, "truncated"),
+    ]
+    assert f"{out}/rejected.jsonl: 1 truncated\n" in capsys.readouterr().err
+
+
+def test_prep_split_depends_on_the_text_alone(tmp_path):
+    texts = [f"document number {i}" for i in range(400)]
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    (tmp_path / "first" / "all.jsonl").write_bytes(jsonl(*texts))
+    # The same texts in other files, in another order, twice, among new ones.
+    (tmp_path / "second" / "a.jsonl").write_bytes(jsonl(*reversed(texts[100:])))
+    (tmp_path / "second" / "z.jsonl").write_bytes(jsonl("new", *texts[:300], *(f"more {i}" for i in range(50))))
+    held_out = []
+    for name in ("first", "second"):
+        out = tmp_path / f"{name}-shards"
+        assert cli.prep([str(tmp_path / name), "--output", str(out), "--val-fraction", "0.2"]) == 0
+        train, val = set(documents(out / "train")), set(documents(out / "val"))
+        assert train & val == set()
+        held_out.append(val & set(texts))
+        assert (train | val) >= set(texts)
+    assert held_out[0] == held_out[1]
+    assert 40 < len(held_out[0]) < 120
+
+
+def test_prep_refuses_what_it_would_overwrite(corpus, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert cli.prep([str(corpus), "--output", str(out)]) == 0
+    before = (out / "manifest.json").read_bytes()
+    assert f"{out}: holds shards already; choose another --output" in refused(capsys, corpus, "--output", out)
+    assert (out / "manifest.json").read_bytes() == before
+    split = tmp_path / "split"
+    cli.prep([str(corpus), "--output", str(split), "--val-fraction", "0.5"])
+    assert "train: holds shards already" in refused(capsys, corpus, "--output", split, "--val-fraction", "0.5")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "expected either INPUT files or --builtin python-docs"),
+        (["a.txt", "--builtin", "python-docs"], "expected either INPUT files or --builtin python-docs"),
+        (["--builtin", "python-docs", "--val-fraction", "0"], "--val-fraction: has no effect with --builtin"),
+        (["--builtin", "python-docs", "--tokenizer", "bytes"], "--tokenizer: has no effect with --builtin"),
+        (["none.txt"], "none.txt: not found; expected a text file"),
+        (["notes.md"], "notes.md: cannot tell what it is; expected a name that ends in .jsonl"),
+        (["empty"], "empty: holds no file that ends in .jsonl"),
+        (["blank.jsonl"], "out: no document to write; the input is empty"),
+        (["bad.jsonl"], "out: no document to write (2 bad_json); out/rejected.jsonl names each"),
+        (["a.txt", "--val-fraction", "0.5"], "none of the 1 documents read fell to it"),
+        (["a.txt", "--val-fraction", "1"], "--val-fraction 1.0: expected 0 or more and less than 1"),
+        (["a.txt", "--val-fraction", "nan"], "--val-fraction nan: expected 0 or more"),
+        (["a.txt", "--val-fraction", "-0.1"], "--val-fraction -0.1: expected 0 or more"),
+        (["a.txt", "--shard-tokens", "1"], "--shard-tokens 1: expected 2 or more"),
+        (["a.txt", "--tokenizer", "nowhere.json"], "nowhere.json"),
+        (["a.txt", "--output", "a.txt/out"], "a.txt/out: Not a directory"),
+    ],
+)
+def test_prep_refuses_in_one_line(arguments, message, corpus, monkeypatch, capsys):
+    monkeypatch.chdir(corpus)
+    (corpus / "empty").mkdir()
+    (corpus / "blank.jsonl").write_text("\n\n")
+    (corpus / "bad.jsonl").write_text("{\n{\n")
+    assert message in refused(capsys, "--output", "out", *arguments)
+    assert not list(corpus.rglob("manifest.json"))
+
+
+def test_prep_goes_on_after_a_refusal(corpus, tmp_path, capsys):
+    """What a failed attempt left in the folder is no part of the next one."""
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    refused(capsys, tmp_path / "bad.jsonl", "--output", tmp_path / "out")
+    assert cli.prep([str(corpus / "a.txt"), "--output", str(tmp_path / "out")]) == 0
+    assert list(verify_shards(tmp_path / "out")) == []
+    assert list((tmp_path / "out").glob("*.tmp")) == []
+
+
+def test_prep_makes_the_builtin_corpus(tmp_path, capsys):
+    assert cli.prep(["--builtin", "python-docs", "--output", str(tmp_path / "docs")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'docs'}\n"
+    assert open_shards(tmp_path / "docs" / "val").tokenizer_name == "bytes"
