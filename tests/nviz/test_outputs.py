@@ -9,7 +9,7 @@ import duckdb
 import pytest
 from playwright.sync_api import sync_playwright
 
-from nviz import alerts, cli, spikes, tables
+from nviz import alerts, cli, corpus, spikes, tables
 from nviz.alerts import Rule
 from nviz.catalog import Entry, list_entries
 from nviz.settings import Settings, SettingsError
@@ -76,9 +76,33 @@ def test_export_takes_a_folder_and_names_the_runs_there_are(
 def test_export_escapes_what_a_run_says_of_itself(write_run: ModuleType, tmp_path: Path):
     evil = "</script><script>alert(1)</script>"
     write_run.make_run(tmp_path, "mine", steps=5, status="failed", error=evil, config={"run": {"name": evil}})
+    with duckdb.connect(str(tmp_path / "mine" / "metrics.duckdb")) as store:
+        store.execute("INSERT INTO metrics VALUES (?, 0, 0, 1, NULL, NULL, NULL)", [evil])
     output = tmp_path / "out.html"
     assert cli.main(["export", "mine", "--runs", str(tmp_path), "--output", str(output)]) == 0
     assert evil not in output.read_text()
+
+
+def test_shards_of_a_run_are_found_only_below_the_data_folders(write_run: ModuleType, tmp_path: Path):
+    data = tmp_path / "data"
+    write_run.make_data(data)
+    (data / "other").mkdir()
+    (data / "other" / "manifest.json").write_text("{}")
+    (tmp_path / "outside").mkdir()
+    (data / "linked").symlink_to(tmp_path / "outside")
+    (tmp_path / "outside" / "manifest.json").write_text("{}")
+    known = corpus.find_corpora(Settings(runs=(), data=(data,)))
+    assert list(known) == ["data/demo", "data/other", "data/scored"]
+    for path in ("data/demo/shard-00000.npy", f"{data}/demo/shard-00000.npy", "demo/shard-00000.npy"):
+        assert corpus.owner(known, path) == (known["data/demo"], "shard-00000.npy")
+    for path in (
+        "/etc/passwd",
+        "../demo/x.npy",
+        "data/absent/shard-00000.npy",
+        "shard-00000.npy",
+        "/elsewhere/data/demo/x.npy",
+    ):
+        assert corpus.owner(known, path) is None
 
 
 def test_throughput_drop_is_seen_when_it_is_larger_than_the_rule(write_run: ModuleType, tmp_path: Path):
