@@ -90,7 +90,7 @@ def start_train(tiny_text: str) -> Callable[..., "subprocess.Popen[str]"]:
         for argument in arguments:
             command += [argument] if argument.startswith("--") else ["--set", argument]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return subprocess.Popen(command, cwd=folder, env=environment, text=True, **streams)
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, cwd=folder, env=environment, text=True, stdout=pipe, stderr=pipe)
 
     return start

@@ -33,6 +33,7 @@ from nmoe.train.setup import (
     checkpoint_state,
     checkpoint_tensors,
     choose_device,
+    log_device,
     restore,
     start_from,
 )
@@ -140,6 +141,7 @@ class _Run:
 
     def _build(self) -> None:
         config, checkpoint = self.config, self.folder.checkpoint
+        log_device(self.device)
         self.parts: Parts = build(config, self.device)
         if checkpoint:
             self.progress = restore(self.parts, checkpoint)

@@ -22,7 +22,7 @@ from nmoe.model.transformer import Transformer
 from nmoe.ops import registry
 from nmoe.optim.adamw import AdamW
 
-__all__ = ["Parts", "Progress", "build", "checkpoint_tensors", "choose_device", "restore", "start_from"]
+__all__ = ["Parts", "Progress", "build", "checkpoint_tensors", "choose_device", "log_device", "restore", "start_from"]
 
 _log = logging.getLogger(__name__)
 
@@ -63,16 +63,19 @@ def choose_device() -> torch.device:
     Raises:
         EnvironmentFault: the GPU is of a kind that has no kernels here.
     """
-    chosen = arch.current()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    arch.current()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # one of two settings with repeatable sums
     torch.use_deterministic_algorithms(True)
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    _log.info("device %s, arch %s, PyTorch %s", name, chosen.name, torch.__version__)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def log_device(device: torch.device) -> None:
+    """Logs what computes: the device, its arch, and the file that serves each op."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    _log.info("device %s, arch %s, PyTorch %s", name, arch.current().name, torch.__version__)
     for op, source in registry.table().items():
         _log.info("  op %-16s %s", op, source)
-    return device
 
 
 def build(config: Config, device: torch.device) -> Parts:

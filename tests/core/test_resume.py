@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs as processes that are killed, stopped, started again and read from outside while they train."""
+
+import random
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from nmoe.checkpoint.store import list_checkpoints
+from nmoe.formats.metrics import open_store
+from nmoe.formats.runs import read_run
+
+STEPS = 60
+
+
+def finish(process, *, expect: int = 0) -> tuple[str, str]:
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == expect, err
+    return out, err
+
+
+def rows(run: Path) -> list[tuple]:
+    """Every value that the arithmetic decides, bit for bit, in order; times and speeds left out."""
+    with open_store(run) as store:
+        return store.execute(
+            "SELECT name, step, layer, expert, value FROM metrics WHERE name NOT LIKE 'speed/%'"
+            " AND name NOT LIKE 'memory/%' AND name NOT LIKE 'metrics/%' AND name NOT LIKE 'gpu/%' ORDER BY ALL"
+        ).fetchall()
+
+
+def spans(run: Path) -> list[tuple]:
+    with open_store(run) as store:
+        return store.execute('SELECT step, shard, "start", "end" FROM batches ORDER BY ALL').fetchall()
+
+
+def wait_for_step(run: Path, step: int, process) -> None:
+    """Returns once the run's log has the line of a step that is `step` or later."""
+    log, until = run / "log.txt", time.monotonic() + 120
+    while time.monotonic() < until:
+        done = [int(n) for n in re.findall(r"step +(\d+)/", log.read_text())] if log.exists() else []
+        if done and max(done) >= step:
+            return
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.005)
+    raise AssertionError(f"{run} did not reach step {step}")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, start_train):
+    """A run that nothing disturbs, read by another process all the while: its folder, and what went wrong in reading."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    process = start_train(folder)
+    run, failures, reads, done = folder / "runs" / "tiny", [], [0], threading.Event()
+
+    def read() -> None:
+        while not done.wait(0.1):
+            if (
+                (run / "config.toml").exists()
+                and (run / "log.txt").exists()
+                and "beginning" in (run / "log.txt").read_text()
+            ):
+                try:
+                    with open_store(run) as store:
+                        store.execute("SELECT count(*) FROM metrics").fetchall()
+                    reads[0] += 1
+                except Exception as error:  # noqa: BLE001 - any failure is the finding
+                    failures.append((time.monotonic(), repr(error)))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    out, _ = finish(process)
+    done.set()
+    reader.join()
+    return run, out, failures, reads[0]
+
+
+def test_run_ends_with_a_summary_a_status_and_every_step_in_the_store(uninterrupted):
+    run, out, _, _ = uninterrupted
+    info = read_run(run)
+    assert (info.status, info.step, info.steps) == ("finished", STEPS, STEPS)
+    assert "held-out loss" in out
+    assert "byte-unigram entropy of the same text" in out
+    assert "uv run streamlit run nviz" in out
+    with open_store(run) as store:
+        steps = store.execute("SELECT step FROM metrics WHERE name = 'train/loss' ORDER BY step").fetchall()
+        assert steps == [(step,) for step in range(1, STEPS + 1)]
+        assert store.execute("SELECT step FROM metrics WHERE name = 'val/loss' ORDER BY step").fetchall() == [
+            (20,),
+            (40,),
+            (60,),
+        ]
+        first, last = (
+            store.execute(
+                "SELECT avg(value) FROM metrics WHERE name = 'train/loss' AND step BETWEEN ? AND ?", span
+            ).fetchall()
+            for span in ([1, 5], [56, 60])
+        )
+    assert last[0][0] < first[0][0] - 1.0
+
+
+def test_store_of_a_running_run_opens_at_every_attempt(uninterrupted):
+    _, _, failures, reads = uninterrupted
+    assert failures == []
+    assert reads >= 5
+
+
+def test_log_has_one_line_a_step_with_the_same_fields(uninterrupted):
+    run, _, _, _ = uninterrupted
+    lines = [line for line in (run / "log.txt").read_text().splitlines() if re.search(r" step +\d+/", line)]
+    assert len(lines) == STEPS
+    shape = re.compile(
+        r"^\S+Z INFO step +\d+/60  loss \S+ nat/token  grad_norm \S+  lr \S+  [\d,]+ token/s  \S+ s/step  mfu \S+ %"
+        r"  rank overload \S+  fullest expert \S+ x mean  mem \S+ GB  eta \S+$"
+    )
+    assert [line for line in lines if not shape.match(line)] == []
+
+
+def test_killed_and_stopped_run_goes_on_bit_for_bit_and_the_store_has_every_step_once(
+    uninterrupted, tmp_path, start_train
+):
+    reference = uninterrupted[0]
+    run = tmp_path / "runs" / "tiny"
+    moments = sorted(random.sample(range(5, STEPS - 4), 2))
+    for number, moment in zip((signal.SIGKILL, signal.SIGTERM), moments, strict=True):
+        process = start_train(tmp_path)
+        wait_for_step(run, moment, process)
+        time.sleep(random.random() * 0.02)
+        process.send_signal(number)
+        process.communicate()
+        assert process.returncode in (-signal.SIGKILL, 128 + signal.SIGTERM), f"{moments}: the run was over"
+    _, err = finish(start_train(tmp_path))
+    assert "going on with runs/tiny at step" in err, moments
+    assert rows(run) == rows(reference), moments
+    assert [row[0::2] for row in spans(run)] == [row[0::2] for row in spans(reference)], moments
+    assert read_run(run).status == "finished"
+    assert not list((run / "checkpoints").glob(".step-*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_stops_with_a_checkpoint_of_the_step(tmp_path, start_train, number):
+    run = tmp_path / "runs" / "tiny"
+    process = start_train(tmp_path, "checkpoint.every=1000")
+    wait_for_step(run, 13, process)
+    process.send_signal(number)
+    out, _ = finish(process, expect=128 + number)
+    stopped = read_run(run)
+    assert stopped.status == "stopped"
+    assert [path.name for path in list_checkpoints(run / "checkpoints")] == [f"step-{stopped.step:08d}"]
+    assert "the same command again" in out
+
+
+def test_finished_run_is_kept_and_a_changed_config_is_refused_by_key(tmp_path, start_train):
+    short = ("train.steps=14", "train.eval_every=0")
+    finish(start_train(tmp_path, *short))
+    finish(start_train(tmp_path, *short))
+    assert [read_run(path).status for path in sorted((tmp_path / "runs").glob("tiny*"))] == ["finished"] * 2
+    third = start_train(tmp_path, "train.steps=5000")
+    wait_for_step(tmp_path / "runs" / "tiny-3", 2, third)
+    _, err = finish(start_train(tmp_path, "train.steps=5000"), expect=2)
+    assert (
+        err
+        == "error: runs/tiny-3: another process is training there; wait for it, stop it, or choose another run.name\n"
+    )
+    third.kill()
+    third.communicate()
+    _, err = finish(start_train(tmp_path, "train.steps=5000", "optim.learning_rate=1e-4"), expect=2)
+    assert err.count("\n") == 1
+    assert "this unfinished run has another config: optim.learning_rate: 0.003 -> 0.0001" in err
+    finish(start_train(tmp_path, *short, "optim.learning_rate=1e-4", "--fresh"))
+    assert read_run(tmp_path / "runs" / "tiny-4").status == "finished"
