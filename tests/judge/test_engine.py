@@ -258,7 +258,7 @@ def test_load_is_shared_by_weight_and_survives_the_loss_of_a_server(serve, score
     hydra("score", "corpus.jsonl", *given, *usual)
     assert [one["score"] for one in scored()] == [float(n % 6) for n in range(200)]
     assert light.stats()["requests"] + heavy.stats()["requests"] == 200
-    assert heavy.stats()["requests"] > light.stats()["requests"]
+    assert heavy.stats()["requests"] > 1.5 * light.stats()["requests"]
 
 
 def test_retry_after_is_honoured(serve, score, corpus):

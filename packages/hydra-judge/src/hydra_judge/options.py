@@ -69,7 +69,7 @@ def server_options() -> Decorator:
                 type=click.IntRange(1, 4096),
                 default=32,
                 show_default=True,
-                help="Requests in flight at each server at the most; fewer are used while it refuses them.",
+                help="Requests in flight at the most at each server of the highest weight; fewer while it refuses them.",
             ),
             option(
                 "--timeout",

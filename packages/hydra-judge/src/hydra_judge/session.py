@@ -125,12 +125,15 @@ def _connect(servers: Servers) -> list[tuple[Endpoint, Backend]]:
         raise ConfigError("--base-url is missing; documents go only to a server that you name")
     key = os.environ.get(servers.api_key_env)
     connected: list[tuple[Endpoint, Backend]] = []
-    for url in servers.urls:
-        address, weight = _weight(url)
+    weighed = [_weight(url) for url in servers.urls]
+    heaviest = max(weight for _, weight in weighed)
+    for address, weight in weighed:
+        # A saturated server takes what it may have in flight, so that must follow the weight as well.
+        most = max(1, round(servers.concurrency * weight / heaviest))
         backend = OpenAIBackend(address, api_key=key, timeout=servers.timeout, connections=servers.concurrency)
         endpoint = Endpoint(
             url=urlsplit(address).netloc,
-            most=servers.concurrency,
+            most=most,
             weight=weight,
             requests=TokenBucket(servers.requests_per_minute),
             tokens=TokenBucket(servers.tokens_per_minute),
