@@ -3,6 +3,7 @@
 
 import contextlib
 import logging
+import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -71,7 +72,7 @@ class Outcome:
         checkpoint_error: why the last checkpoint could not be written; empty if it was.
         held_out: loss after the last step; None without held-out data or when stopped.
         byte_entropy: nats a byte of the held-out text without any context; None where the text cannot be read.
-        sample: a continuation, where the tokenizer is known.
+        sample: a continuation, where the tokenizer is known and the loss is finite.
     """
 
     path: Path
@@ -247,6 +248,7 @@ class _Run:
         lost = checkpoints.last_error if not complete or complete[-1].name != name else ""
         status = "failed" if lost else "finished" if finished else "stopped"
         self.folder.record.finish(status, step=self.progress.step, error=lost or None)
+        sound = self.held_out is not None and math.isfinite(self.held_out.loss)
         readable = self.val is not None and self.val.tokenizer_sha256 == ByteTokenizer.sha256
         return Outcome(
             path=self.folder.path,
@@ -257,7 +259,7 @@ class _Run:
             checkpoint_error=lost,
             held_out=self.held_out if finished else None,
             byte_entropy=byte_entropy(self.val, ByteTokenizer()) if self.val and readable else None,
-            sample=self._sample(self.val) if self.val and readable and finished else None,
+            sample=self._sample(self.val) if self.val and readable and finished and sound else None,
         )
 
     def _sample(self, val: ShardSet) -> Sample:
