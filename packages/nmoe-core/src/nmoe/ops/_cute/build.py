@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels are compiled once per machine: kept in memory, and on disk under ``$NMOE_CACHE/kernels``.
+
+A compiled kernel is one object file, named by the builder's arguments and by a fingerprint of every source it could
+depend on, so that a stale one is never loaded. Of the processes that want the same kernel one compiles, under a file
+lock; the others wait for its file. Loading a kernel takes a millisecond, compiling it 0.3 to 3 s.
+
+The machinery is quack's `jit_cache`, which its own kernels use too, so both lie in one folder.
+"""
+
+import functools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import quack.cache as quack_cache
+import torch
+
+__all__ = ["DTYPES", "compile_kernel", "enter_context", "fake", "kernel_cache", "sm_count", "use_own_folder"]
+
+_log = logging.getLogger(__name__)
+
+DTYPES = {
+    torch.bfloat16: cutlass.BFloat16,
+    torch.float16: cutlass.Float16,
+    torch.float32: cutlass.Float32,
+    torch.int32: cutlass.Int32,
+    torch.int64: cutlass.Int64,
+}
+"""torch dtype -> CuTe element type."""
+
+_BY_NAME = {str(t).removeprefix("torch."): c for t, c in DTYPES.items()}
+_OPS_FOLDER = Path(__file__).parent.parent
+
+
+def use_own_folder() -> None:
+    """Keep compiled kernels, quack's own too, in this project's folder; done on import of this module."""
+    if quack_cache.CACHE_DIR is None:
+        root = os.environ.get("NMOE_CACHE") or str(Path.home() / ".cache" / "nmoe")
+        quack_cache.CACHE_DIR = str(Path(root) / "kernels")
+    if _OPS_FOLDER not in quack_cache.EXTRA_SOURCE_DIRS:
+        quack_cache.EXTRA_SOURCE_DIRS.append(_OPS_FOLDER)
+
+
+use_own_folder()
+
+
+def kernel_cache(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a builder: a function from hashable arguments to what `compile_kernel` returns.
+
+    The builder's qualified name is part of the key, so it must be unique in this package.
+    """
+
+    @functools.wraps(build)
+    def timed(*key: Any) -> Any:
+        start = time.perf_counter()
+        kernel = build(*key)
+        _log.info("compiled %s%s in %.1f s", build.__qualname__, key, time.perf_counter() - start)
+        return kernel
+
+    cached = quack_cache.jit_cache(timed)
+
+    @functools.wraps(build)
+    def fetch(*key: Any) -> Any:
+        enter_context()
+        return cached(*key)
+
+    return fetch
+
+
+_thread = threading.local()
+
+
+def enter_context() -> None:
+    """Make the device's context current in this thread; to be called before a kernel.
+
+    PyTorch's backward threads have none until the CUDA runtime is used there, and a kernel that was loaded from disk
+    rather than compiled there would fail with "invalid context".
+    """
+    if not getattr(_thread, "entered", False) and torch.cuda.is_available():
+        torch.cuda.mem_get_info()  # a call of the runtime that neither waits nor launches
+        _thread.entered = True
+
+
+def fake(dtype: str, *shape: Any, align: int = 16) -> Any:
+    """A stand-in for a row-major argument of a kernel.
+
+    Args:
+        dtype: Name of a torch dtype.
+        shape: Static extents, or None for one that only the call knows. The last axis is contiguous.
+        align: Alignment of every row in bytes; 4 for tensors of scalars.
+    """
+    element = _BY_NAME[dtype]
+    divisibility = max(align * 8 // element.width, 1)
+    extents = tuple(cute.sym_int() if n is None else n for n in shape)
+    # 64-bit strides, because rows x width passes 2^31 elements in use.
+    strides = (*(cute.sym_int64(divisibility=divisibility) for _ in shape[1:]), 1)
+    return cute.runtime.make_fake_tensor(element, extents, stride=strides, assumed_align=align)
+
+
+def compile_kernel(entry: Any, *args: Any) -> Any:
+    """Compile a ``cute.jit`` entry whose last parameter is the stream; called with torch tensors, without it."""
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return cute.compile(entry, *args, stream, options="--enable-tvm-ffi")
+
+
+@functools.cache
+def sm_count(device_index: int | None) -> int:
+    """Multiprocessors of a CUDA device."""
+    return torch.cuda.get_device_properties(device_index).multi_processor_count

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles every kernel for one chip on a machine without a GPU; the object files stay in `$NMOE_CACHE/kernels`.
+
+    python compile_kernels.py sm_90a|sm_100a
+
+The arch has to be set before CuTe is imported and once for a process, so each chip takes a process of its own.
+"""
+
+import importlib
+import os
+import sys
+
+
+def main(arch: str) -> None:
+    os.environ["CUTE_DSL_ARCH"] = arch
+    os.environ["QUACK_ARCH"] = {"sm_90a": "90", "sm_100a": "100"}[arch]
+
+    from nmoe.ops.route_topk import Routing
+
+    def op(name: str, stem: str = "cuda"):
+        return importlib.import_module(f"nmoe.ops.{name}.{stem}")
+
+    v3 = Routing(top_k=8, scoring="sigmoid", num_groups=8, top_k_groups=4, scale=2.5)
+    v2 = Routing(top_k=6, scoring="softmax", num_groups=8, top_k_groups=3, group_score="max", normalize=False)
+    for gated in (True, False):
+        op("combine").combine_kernel("bfloat16", 6, gated)
+    op("combine").collect_kernel()
+    op("group").group_kernel(64)
+    for experts, routing in ((256, v3), (160, v2)):
+        op("route_topk").route_kernel(experts, True, routing)
+        op("route_topk").route_backward_kernel(experts, routing)
+    op("swiglu").swiglu_kernel("bfloat16")
+    op("swiglu").swiglu_backward_kernel("bfloat16")
+    op("rope").rotate_kernel("bfloat16", True)
+    compile_products(op("grouped_gemm", arch.replace("_", "")))
+
+
+def compile_products(gemm) -> None:
+    """The grouped products are compiled by their first call, which then fails for want of a driver to load them into."""
+    import torch
+
+    tokens, width, hidden, experts, top_k = 4096, 256, 128, 8, 2
+    slots, half = tokens * top_k, torch.bfloat16
+    x, act, preact = (
+        torch.zeros(tokens, width, dtype=half),
+        torch.zeros(slots, hidden, dtype=half),
+        torch.zeros(slots, 2 * hidden, dtype=half),
+    )
+    w13, w2 = torch.zeros(experts, 2 * hidden, width, dtype=half), torch.zeros(experts, width, hidden, dtype=half)
+    index, offset = torch.zeros(slots, dtype=torch.int32), torch.zeros(experts + 1, dtype=torch.int32)
+    calls = [
+        lambda: gemm.up(x, w13, index, offset),
+        lambda: gemm.down(act, w2, offset),
+        lambda: gemm.gated_backward(x, w2, preact, torch.zeros(slots), index, offset),
+        lambda: gemm.dx(preact, w13, offset),
+        lambda: gemm.dw13(x, preact, index, offset, out_X2FD=torch.zeros(w13.shape)),
+        lambda: gemm.dw2(x, act, index, offset, out_XDF=torch.zeros(w2.shape)),
+    ]
+    for call in calls:
+        try:
+            call()
+        except Exception as error:
+            if "driver" not in str(error):
+                raise
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

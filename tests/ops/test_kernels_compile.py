@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel compiles to machine code for both chips without a GPU, uses its tensor cores, and spills nothing."""
+
+import os
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
+ARCHS = {"sm_90a": "HGMMA", "sm_100a": "UTCHMMA"}
+_ELF, _CUDA = b"\x7fELF", 190  # magic of an object, and the machine number of CUDA code in its header
+
+
+def cubins(folder: Path) -> list[bytes]:
+    """The CUDA objects embedded in the compiled kernels of a cache folder."""
+    found = []
+    for path in sorted(folder.rglob("*.o")):
+        data = path.read_bytes()
+        starts = [match.start() for match in re.finditer(re.escape(_ELF), data)]
+        found += [data[start:] for start in starts if struct.unpack_from("<H", data, start + 18)[0] == _CUDA]
+    return found
+
+
+def tool(name: str, *arguments: str | Path) -> str:
+    """Runs a disassembler from NVIDIA's package."""
+    (binary,) = Path(sys.prefix).glob(f"lib/python*/site-packages/nvidia/*/bin/{name}")
+    binary.chmod(0o755)
+    environment = os.environ | {"PATH": f"{binary.parent}:{os.environ['PATH']}"}
+    return subprocess.run(
+        [str(binary), *map(str, arguments)], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+
+
+@pytest.fixture(scope="module", params=ARCHS)
+def compiled(request, tmp_path_factory):
+    """(arch, cubin files) of every kernel."""
+    folder = tmp_path_factory.mktemp(request.param)
+    script = Path(__file__).with_name("compile_kernels.py")
+    environment = os.environ | {"NMOE_CACHE": str(folder), "PYTHONWARNINGS": "ignore"}
+    result = subprocess.run(
+        [sys.executable, str(script), request.param], env=environment, capture_output=True, text=True, timeout=800
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    files = []
+    for number, data in enumerate(cubins(folder)):
+        files.append(folder / f"{number}.cubin")
+        files[-1].write_bytes(data)
+    return request.param, files
+
+
+def test_every_kernel_compiles_for_the_chip(compiled):
+    arch, files = compiled
+    assert len(files) >= 17  # 11 of this project, 6 grouped products
+    sass = [tool("cuobjdump", "-sass", path) for path in files]
+    assert all(f"arch = {arch}" in text or f"code for {arch}" in text for text in sass), sass[0][:400]
+    assert sum(ARCHS[arch] in text for text in sass) == 6, "the grouped products do not use this chip's tensor cores"
+
+
+def test_no_kernel_spills(compiled):
+    _, files = compiled
+    usage = [tool("cuobjdump", "-res-usage", path) for path in files]
+    stacks = [int(size) for text in usage for size in re.findall(r"STACK:(\d+)", text)]
+    assert len(stacks) >= len(files)
+    assert max(stacks) == 0

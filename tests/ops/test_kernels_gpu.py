@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels against their references in higher precision, on fresh random data, on the GPU they are written for."""
+
+import importlib
+
+import pytest
+import torch
+from torch import Tensor
+
+from nmoe import arch
+from nmoe.ops import registry
+from nmoe.ops.combine import reference as combine_reference
+from nmoe.ops.group import reference as group_reference
+from nmoe.ops.grouped_gemm import reference as gemm_reference
+from nmoe.ops.rms_norm import reference as norm_reference
+from nmoe.ops.rope import reference as rope_reference
+from nmoe.ops.route_topk import Routing
+from nmoe.ops.route_topk import reference as route_reference
+from nmoe.ops.swiglu import reference as swiglu_reference
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
+
+
+def kernel(op: str):
+    """The file that serves an op on this GPU; a test that ran the reference would prove nothing."""
+    source = registry.source_file(op, on=arch.current())
+    assert source is not None
+    assert source.stem != "reference"
+    return importlib.import_module(f"nmoe.ops.{op}.{source.stem}")
+
+
+def draw(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return (torch.randn(*shape, device=DEVICE) * scale).to(dtype)
+
+
+def error(found: Tensor, truth: Tensor) -> float:
+    """Norm of the difference over the norm of the truth."""
+    assert torch.isfinite(found).all()
+    return float((found.double() - truth.double()).norm() / truth.double().norm().clamp_min(1e-30))
+
+
+def assert_as_good_as(found: Tensor, plain: Tensor, truth: Tensor, *, factor: float = 1.2) -> None:
+    """No further from fp64 than plain torch in the same dtype, but for a small factor."""
+    assert error(found, truth) <= factor * error(plain, truth) + 1e-7
+
+
+def poison() -> None:
+    """Fills memory that the allocator will hand out again with NaN."""
+    torch.full((1 << 28,), float("nan"), device=DEVICE)
+    torch.cuda.synchronize()
+
+
+def routes(tokens: int, experts: int, top_k: int, *, used: int | None = None) -> tuple[Tensor, Tensor]:
+    scores = torch.rand(tokens, experts, device=DEVICE)
+    if used is not None:
+        scores[:, used:] = -1.0
+    return scores.topk(top_k, dim=1).indices.int(), torch.rand(tokens, top_k, device=DEVICE)
+
+
+SHAPES = [(1, 64, 64, 4, 2, None), (333, 256, 96, 8, 3, 5), (4096, 512, 256, 64, 6, None), (1000, 2048, 1408, 16, 6, 7)]
+
+
+@pytest.mark.parametrize(("tokens", "width", "hidden", "experts", "top_k", "used"), SHAPES)
+def test_grouped_products_against_fp64(tokens, width, hidden, experts, top_k, used):
+    """Also with experts that no token chose, in memory full of NaN."""
+    ours = kernel("grouped_gemm")
+    x, dout = draw(tokens, width), draw(tokens, width)
+    w13, w2 = draw(experts, 2 * hidden, width, scale=width**-0.5), draw(experts, width, hidden, scale=hidden**-0.5)
+    expert, gate = routes(tokens, experts, top_k, used=used)
+    groups = group_reference.group(expert, gate, num_experts=experts, num_slots=tokens * top_k)
+    index, offset, gates = groups.index_S, groups.offset_X, groups.gate_S
+
+    def run(gemm, cast):
+        preact, act = gemm.up(cast(x), cast(w13), index, offset)
+        y = gemm.down(act, cast(w2), offset)
+        dpreact, gated, dgate = gemm.gated_backward(
+            cast(dout), cast(w2), preact, cast(gates) if cast(x).dtype == torch.float64 else gates, index, offset
+        )
+        dx = gemm.dx(dpreact, cast(w13), offset)
+        wide = torch.float64 if cast(x).dtype == torch.float64 else torch.float32
+        dw13, dw2 = (
+            torch.full(w13.shape, 7.0, dtype=wide, device=DEVICE),
+            torch.full(w2.shape, 7.0, dtype=wide, device=DEVICE),
+        )
+        gemm.dw13(cast(x), dpreact, index, offset, out_X2FD=dw13)
+        gemm.dw2(cast(dout), gated, index, offset, out_XDF=dw2)
+        again = dw2.clone()
+        gemm.dw2(cast(dout), gated, index, offset, out_XDF=again, accumulate=True)
+        return {
+            "preact": preact,
+            "act": act,
+            "y": y,
+            "dpreact": dpreact,
+            "gated": gated,
+            "dgate": dgate,
+            "dx": dx,
+            "dw13": dw13,
+            "dw2": dw2,
+            "twice": again,
+        }
+
+    truth = run(gemm_reference, lambda tensor: tensor.double())
+    plain = run(gemm_reference, lambda tensor: tensor)
+    poison()
+    found = run(ours, lambda tensor: tensor)
+    for name in truth:
+        assert_as_good_as(found[name], plain[name], truth[name], factor=1.3)
+    empty = torch.diff(offset) == 0
+    assert used is None or int(empty.sum()) >= experts - used
+    for name in ("dw13", "dw2"):
+        assert (found[name][empty] == 0).all()
+    poison()
+    second = run(ours, lambda tensor: tensor)
+    assert all(torch.equal(found[name], second[name]) for name in found), "two runs differ"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k"), [(0, 8, 2), (1, 8, 2), (5000, 64, 6), (777, 256, 8), (40, 5, 3)]
+)
+@pytest.mark.parametrize("spare", [0, 13])
+def test_group_equals_the_reference(tokens, experts, top_k, spare):
+    expert, gate = routes(tokens, experts, top_k)
+    expert[::3, 1] = -1
+    sizes = {"num_experts": experts, "num_slots": tokens * top_k + spare}
+    found, truth = kernel("group").group(expert, gate, **sizes), group_reference.group(expert, gate, **sizes)
+    for field in ("index_S", "gate_S", "offset_X", "slot_RK"):
+        assert torch.equal(getattr(found, field), getattr(truth, field)), field
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_combine_against_fp64(gated):
+    expert, gate = routes(1000, 16, 4)
+    expert[::5, 2] = -1
+    groups = group_reference.group(expert, gate, num_experts=16, num_slots=4000)
+    y = draw(4000, 384)
+    y[int(groups.offset_X[-1]) :] = float("nan")  # the tail is never read
+    weights = gate if gated else None
+    truth = combine_reference.combine(torch.nan_to_num(y).double(), groups.slot_RK, gate.double() if gated else None)
+    plain = combine_reference.combine(torch.nan_to_num(y), groups.slot_RK, weights)
+    assert_as_good_as(kernel("combine").combine(y, groups.slot_RK, weights), plain, truth)
+    values = torch.randn(4000, device=DEVICE)
+    assert torch.equal(
+        kernel("combine").collect(values, groups.slot_RK), combine_reference.collect(values, groups.slot_RK)
+    )
+
+
+ROUTINGS = [
+    (64, Routing(top_k=6, scoring="sigmoid", scale=2.446)),
+    (256, Routing(top_k=8, scoring="sigmoid", num_groups=8, top_k_groups=4, scale=2.5)),
+    (
+        160,
+        Routing(
+            top_k=6, scoring="softmax", num_groups=8, top_k_groups=3, group_score="max", normalize=False, scale=16.0
+        ),
+    ),
+    (5, Routing(top_k=2, scoring="softmax")),
+]
+
+
+@pytest.mark.parametrize(("experts", "routing"), ROUTINGS)
+@pytest.mark.parametrize("biased", [True, False])
+def test_route_equals_the_reference(experts, routing, biased):
+    logits = torch.randn(5001, experts, device=DEVICE)
+    bias = torch.randn(experts, device=DEVICE) * 0.1 if biased else None
+    expert, gate, load = kernel("route_topk").route(logits, bias, routing)
+    true_expert, _, true_load = route_reference.route(logits.double(), None if bias is None else bias.double(), routing)
+    same = (expert == true_expert).all(dim=1)
+    assert same.float().mean() > 0.998  # choices that are equal to fp32 rounding may fall either way
+    assert int((load - true_load).abs().sum()) <= 2 * routing.top_k * int((~same).sum())
+    assert int(load.sum()) == 5001 * routing.top_k
+    dgate = torch.randn_like(gate)
+    found = kernel("route_topk").route_backward(dgate, logits, expert, routing)
+    plain = route_reference.route_backward(dgate, logits, expert, routing)
+    truth = route_reference.route_backward(dgate.double(), logits.double(), expert, routing)
+    assert_as_good_as(found, plain, truth, factor=3.0)
+
+
+def test_route_gives_ties_to_the_lowest_expert():
+    routing = Routing(top_k=3, scoring="sigmoid")
+    expert, _, _ = kernel("route_topk").route(torch.zeros(7, 40, device=DEVICE), None, routing)
+    assert torch.equal(expert, torch.arange(3, dtype=torch.int32, device=DEVICE).expand(7, 3))
+
+
+def test_project_keeps_fp32_precision():
+    x, weight = draw(3000, 2048), torch.randn(64, 2048, device=DEVICE) * 0.02
+    dlogits = torch.randn(3000, 64, device=DEVICE)
+    ours = kernel("route_topk")
+    assert error(ours.project(x, weight), x.double() @ weight.double().t()) < 4e-6  # bf16 weights: 2e-3
+    dx, dweight = ours.project_backward(dlogits, x, weight)
+    assert error(dweight, dlogits.double().t() @ x.double()) < 4e-6
+    assert_as_good_as(dx, (dlogits @ weight).bfloat16(), dlogits.double() @ weight.double())
+
+
+@pytest.mark.parametrize("width", [64, 1408, 11264])
+def test_swiglu_against_fp64(width):
+    preact, dact = draw(777, 2 * width, scale=2.0), draw(777, width)
+    ours = kernel("swiglu")
+    truth = swiglu_reference.forward(preact.double()), swiglu_reference.backward(dact.double(), preact.double())
+    assert_as_good_as(ours.forward(preact), swiglu_reference.forward(preact), truth[0])
+    assert_as_good_as(ours.backward(dact, preact), swiglu_reference.backward(dact, preact), truth[1])
+
+
+@pytest.mark.parametrize("width", [512, 2048, 7168])
+def test_rms_norm_against_fp64(width):
+    x, weight, dy = draw(777, width), torch.randn(width, device=DEVICE), draw(777, width)
+    ours = kernel("rms_norm")
+    y, rstd = ours.forward(x, weight, eps=1e-6)
+    true_y, true_rstd = norm_reference.forward(x.double(), weight.double(), eps=1e-6)
+    plain_y, plain_rstd = norm_reference.forward(x, weight, eps=1e-6)
+    assert_as_good_as(y, plain_y, true_y)
+    assert error(rstd, true_rstd) < 1e-5
+    truth = norm_reference.backward(dy.double(), x.double(), weight.double(), true_rstd)
+    plain = norm_reference.backward(dy, x, weight, plain_rstd)
+    for found, same, true in zip(ours.backward(dy, x, weight, rstd), plain, truth, strict=True):
+        assert_as_good_as(found, same, true, factor=1.5)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rope_against_fp64(interleaved):
+    x = draw(500, 16, 192)
+    angle = torch.rand(500, 32, device=DEVICE) * 6
+    tables = angle.cos(), angle.sin()
+    truth = rope_reference.rotate(x.double(), tables[0].double(), tables[1].double(), interleaved=interleaved)
+    plain = rope_reference.rotate(x, *tables, interleaved=interleaved)
+    assert_as_good_as(kernel("rope").rotate(x, *tables, interleaved=interleaved), plain, truth)
+
+
+def test_a_graph_of_the_layer_replays_with_other_routings():
+    """Captured once: so nothing waits for the device, and no size depends on the routing."""
+    gemm, group, combine = kernel("grouped_gemm"), kernel("group"), kernel("combine")
+    experts, top_k, tokens, width, hidden = 16, 4, 512, 256, 128
+    x, w13, w2 = (
+        draw(tokens, width),
+        draw(experts, 2 * hidden, width, scale=0.06),
+        draw(experts, width, hidden, scale=0.09),
+    )
+    expert, gate = routes(tokens, experts, top_k)
+
+    def layer() -> Tensor:
+        groups = group.group(expert, gate, num_experts=experts, num_slots=tokens * top_k)
+        _, act = gemm.up(x, w13, groups.index_S, groups.offset_X)
+        return combine.combine(gemm.down(act, w2, groups.offset_X), groups.slot_RK, gate)
+
+    layer()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer()
+    for used in (None, 5):
+        other_expert, other_gate = routes(tokens, experts, top_k, used=used)
+        expert.copy_(other_expert)
+        gate.copy_(other_gate)
+        graph.replay()
+        assert torch.equal(out, layer())
