@@ -97,7 +97,7 @@ def refused(status: int, out: str, errors: str) -> str:
     ids=["no-file", "typo", "top_k", "no-data", "root"],
 )  # fmt: skip
 def test_train_refuses_a_bad_config_in_one_line(change, arguments, message, place):
-    (place / "tiny.toml").write_text(CONFIG.replace(*change, 1))
+    (place / "tiny.toml").write_text(CONFIG.replace(change[0], change[1], 1))
     ended = subprocess.run([COMMAND, *arguments], capture_output=True, text=True, timeout=60)
     assert refused(ended.returncode, ended.stdout, ended.stderr).startswith(message)
     assert not (place / "runs").exists()

@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -318,7 +319,7 @@ def test_errors_that_the_manual_quotes_are_what_is_printed():
 
 def test_every_key_has_a_text_in_the_manual():
     texts = manual().field_texts()
-    kinds = [field.type for field in dataclasses.fields(Config)] + [Source]
+    kinds: list[Any] = [*(field.type for field in dataclasses.fields(Config)), Source]
     for kind in kinds:
         for field in dataclasses.fields(kind):
             assert texts[kind.__name__, field.name].endswith("."), (kind.__name__, field.name)

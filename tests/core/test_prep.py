@@ -24,8 +24,8 @@ def documents(folder: Path) -> dict[str, tuple[str, str]]:
     return found
 
 
-def jsonl(*texts: str) -> bytes:
-    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+def jsonl(*texts: str, **more: str) -> bytes:
+    return "".join(json.dumps({"text": text} | more) + "\n" for text in texts).encode()
 
 
 def refused(capsys, *arguments: object) -> str:
@@ -108,8 +108,8 @@ def test_prep_split_depends_on_the_text_alone(tmp_path):
     (tmp_path / "first").mkdir()
     (tmp_path / "second").mkdir()
     (tmp_path / "first" / "all.jsonl").write_bytes(jsonl(*texts))
-    # The same texts in other files, in another order, twice, among new ones.
-    (tmp_path / "second" / "a.jsonl").write_bytes(jsonl(*reversed(texts[100:])))
+    # The same texts in other files, in another order, twice, under other ids, among new ones.
+    (tmp_path / "second" / "a.jsonl").write_bytes(jsonl(*reversed(texts[100:]), id="the same id"))
     (tmp_path / "second" / "z.jsonl").write_bytes(jsonl("new", *texts[:300], *(f"more {i}" for i in range(50))))
     held_out = []
     for name in ("first", "second"):

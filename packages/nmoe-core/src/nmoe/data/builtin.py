@@ -35,9 +35,9 @@ def make_python_docs(directory: str | Path = Path("data/python-docs")) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         missing = [name for name in ("train", "val") if not (directory / name / MANIFEST).exists()]
         if missing:
-            documents = dict(zip(("train", "val"), _split_topics(), strict=True))
-            for name in missing:
-                _write(directory / name, documents[name])
+            for name, documents in zip(("train", "val"), _split_topics(), strict=True):
+                if name in missing:
+                    _write(directory / name, documents)
         for name in ("train", "val"):
             open_shards(directory / name)
     return directory
