@@ -88,10 +88,10 @@ def test_router_health_of_even_and_of_collapsed_loads():
 
 def test_spike_is_a_loss_far_above_the_recent_ones_and_nothing_else():
     rng = np.random.default_rng(0)
-    recent = list(3.0 + 0.02 * rng.standard_normal(64))
-    assert not any(is_spike(loss, recent) for loss in 3.0 + 0.02 * rng.standard_normal(2000))
-    assert is_spike(3.3, recent)
-    assert is_spike(3.3, [*recent[:-4], 9.0, 9.0, 9.0, 9.0])
+    recent = list(3.0 + 0.2 * rng.standard_normal(64))
+    assert not any(is_spike(loss, recent) for loss in 3.0 + 0.2 * rng.standard_normal(2000))
+    assert is_spike(4.5, recent)
+    assert is_spike(4.5, [*recent[:-4], 9.0, 9.0, 9.0, 9.0])
     assert not is_spike(1.0, recent)
     assert not is_spike(9.0, recent[:10])
 
