@@ -174,7 +174,7 @@ def _convert_plain(value: Any, kind: Any, problem: ConfigError) -> Any:
         raise problem
     if type(value) is str and not _is_writable(value):
         raise problem
-    if kind is float and type(value) in (int, float) and math.isfinite(value):
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
     if kind is not float and type(value) is kind:
         return value
