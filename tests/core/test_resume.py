@@ -58,11 +58,8 @@ def uninterrupted(tmp_path_factory, start_train):
 
     def read() -> None:
         while not done.wait(0.1):
-            if (
-                (run / "config.toml").exists()
-                and (run / "log.txt").exists()
-                and "beginning" in (run / "log.txt").read_text()
-            ):
+            log = (run / "log.txt").read_text() if (run / "log.txt").exists() else ""
+            if (run / "metrics.duckdb").exists() or re.search(r" step +1/", log):  # there before the first step
                 try:
                     with open_store(run) as store:
                         store.execute("SELECT count(*) FROM metrics").fetchall()
