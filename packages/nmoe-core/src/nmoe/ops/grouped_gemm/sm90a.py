@@ -40,8 +40,8 @@ class _Choice:
     dw2: GemmConfig
 
 
-# Measured 2026-11-30 on one H200 (700 W), torch 2.11, quack 0.6.5, cutlass-dsl 4.8.1, as replays of a graph of four
-# launches, over 26 tiles; docs/performance.md has the figures.
+# Measured 2026-11-30 on one H200 (700 W), torch 2.11, quack 0.6.5, cutlass-dsl 4.8.1, over up to 28 tiles a product;
+# docs/performance.md has the figures. Tiles within 5% of each other change places from run to run.
 _FEW = _Choice(  # mean below 96 slots an expert: T=512 D=2048 F=1408 E=64 K=6
     up=_tile(64, 128, pingpong=True, cluster=(1, 1)),
     down=_tile(64, 128, pingpong=True, cluster=(1, 2)),
