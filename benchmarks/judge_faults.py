@@ -109,6 +109,7 @@ def bad_day(corpus: Path, folder: Path, documents: int, kills: int, outage: floa
     moments = sorted(rng.sample(range(documents // 20, documents), kills))
     outage_at = rng.randrange(documents // 10, documents * 9 // 10)
     log = (folder / "bad.log").open("w")
+    process = None
     for moment in [*moments, None]:
         process = subprocess.Popen(command(corpus, server.url, folder, "bad"), stderr=log, stdout=log)
         while process.poll() is None and (moment is None or kept(cache) < moment):
@@ -122,6 +123,7 @@ def bad_day(corpus: Path, folder: Path, documents: int, kills: int, outage: floa
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
             print(f"kill -9 at {kept(cache)} answers", flush=True)
+    assert process is not None
     assert process.returncode == 0, (folder / "bad.log").read_text()[-2000:]
     stats = server.call("/stats")
     server.process.kill()

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nmoe.comm.local import Local
@@ -67,8 +67,8 @@ class Plain(nn.Module):
         )
         offsets = counts.cumsum(0).int()
         rows = order // self.top_k
-        gate, up = torch._grouped_mm(x[rows], self.w13, offs=offsets).chunk(2, dim=-1)
-        y = torch._grouped_mm(F.silu(gate) * up, self.w2, offs=offsets)
+        gate, up = F.grouped_mm(x[rows], self.w13, offs=offsets).chunk(2, dim=-1)
+        y = F.grouped_mm(F.silu(gate) * up, self.w2, offs=offsets)
         return torch.zeros_like(x).index_add_(0, rows, y * gates.view(-1)[order].unsqueeze(1).to(y.dtype))
 
 

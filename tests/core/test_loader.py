@@ -3,6 +3,7 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,9 +33,16 @@ def sets(tmp_path) -> list[ShardSet]:
     return [write_shards(tmp_path / "a", 90, seed=1), write_shards(tmp_path / "b", 40, seed=2)]
 
 
-def take(sets: list[ShardSet], steps: int, **options) -> list[Batch]:
-    defaults = {"weights": [3, 1], "seq_len": SEQ_LEN, "vocab_size": 257, "batch_size": BATCH, "seed": 7}
-    with Loader(sets, **(defaults | {"micro_batch_size": BATCH} | options)) as loader:
+def take(sets: list[ShardSet], steps: int, **options: Any) -> list[Batch]:
+    defaults: dict[str, Any] = {
+        "weights": [3, 1],
+        "seq_len": SEQ_LEN,
+        "vocab_size": 257,
+        "batch_size": BATCH,
+        "seed": 7,
+    }
+    defaults |= {"micro_batch_size": BATCH} | options
+    with Loader(sets, **defaults) as loader:
         return [next(loader) for _ in range(steps)]
 
 

@@ -22,6 +22,8 @@ import time
 from collections import Counter
 from typing import Any
 
+from openai_batches import poll_batch, start_batch, store_file
+
 TRANSPORT_FAULTS = ("429", "429_after", "500", "503", "529", "timeout", "drop", "drop_late", "garbled")
 ANSWER_FAULTS = (
     "fenced", "prose", "trailing_comma", "truncated", "out_of_range", "wrong_type", "missing_axis", "wrong_code", "refused",
@@ -322,77 +324,18 @@ def manage(state: State, method: str, path: str, head: bytes, body: bytes) -> tu
             "data": [{"id": "test-model", "object": "model", "created": 0, "owned_by": "test"}],
         }
     if path.endswith("/files") and method == "POST":
-        return 200, _store_file(state, head, body)
+        return 200, store_file(state, head, body)
     if path.endswith("/content"):
         return 200, state.files[path.split("/")[-2]]
     if path.partition("?")[0].endswith("/batches") and method == "GET":
         return 200, {"object": "list", "data": list(state.batches.values()), "has_more": False}
     if path.endswith("/batches") and method == "POST":
-        return 200, _start_batch(state, json.loads(body))
+        return 200, start_batch(state, json.loads(body))
     if "/batches/" in path:
-        return 200, _poll_batch(state, path.rsplit("/", 1)[1])
+        return 200, poll_batch(
+            state, path.rsplit("/", 1)[1], lambda body, fault: complete(state, body, fault), TRANSPORT_FAULTS
+        )
     return 404, {"error": {"message": f"no {path}", "type": "not_found"}}
-
-
-def _store_file(state: State, head: bytes, body: bytes) -> dict[str, Any]:
-    boundary = re.search(rb"boundary=\"?([^\s\";]+)", head)
-    parts = body.split(b"--" + boundary[1]) if boundary else []
-    content = next(part for part in parts if b'name="file"' in part).partition(b"\r\n\r\n")[2].removesuffix(b"\r\n")
-    name = f"file-{len(state.files)}"
-    state.files[name] = content
-    state.counts["files"] += 1
-    return {
-        "id": name,
-        "object": "file",
-        "bytes": len(content),
-        "created_at": 0,
-        "filename": "in.jsonl",
-        "purpose": "batch",
-        "status": "processed",
-    }
-
-
-def _start_batch(state: State, wanted: dict[str, Any]) -> dict[str, Any]:
-    name = f"batch-{len(state.batches)}"
-    state.counts["batches"] += 1
-    state.batches[name] = {
-        "id": name, "object": "batch", "endpoint": wanted["endpoint"], "input_file_id": wanted["input_file_id"],
-        "completion_window": "24h", "created_at": 0, "status": "in_progress", "polls": 0, "metadata": wanted.get("metadata"),
-    }  # fmt: skip
-    return state.batches[name]
-
-
-def _poll_batch(state: State, name: str) -> dict[str, Any]:
-    batch = state.batches[name]
-    batch["polls"] += 1
-    if batch["polls"] > state.options.batch_polls and batch["status"] == "in_progress":
-        lines, errors = [], []
-        for number, line in enumerate(state.files[batch["input_file_id"]].splitlines()):
-            entry = json.loads(line)
-            digest = hashlib.sha256(json.dumps(entry["body"]).encode()).digest()
-            state.counts["requests"] += 1
-            state.asked[digest] += 1
-            state.after_answer += state.answered[digest] > 0
-            fault = state.draw()
-            status, value = (
-                (500, {"error": {"message": "lost"}})
-                if fault in TRANSPORT_FAULTS
-                else complete(state, entry["body"], fault)
-            )
-            state.answered[digest] += status == 200
-            result = {
-                "id": f"r{number}",
-                "custom_id": entry["custom_id"],
-                "response": {"status_code": status, "request_id": "x", "body": value},
-                "error": None,
-            }
-            (lines if status == 200 else errors).append(json.dumps(result))
-        for key, found in (("output_file_id", lines), ("error_file_id", errors)):
-            if found:
-                batch[key] = f"file-{len(state.files)}"
-                state.files[batch[key]] = "\n".join(found).encode()
-        batch["status"] = "completed"
-    return batch
 
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -28,10 +28,10 @@ class PackedRows:
         document_BT: number of the document in its row, from 0, never falling along a row.
     """
 
-    tokens_BT: np.ndarray  # noqa: N815
-    targets_BT: np.ndarray  # noqa: N815
-    positions_BT: np.ndarray  # noqa: N815
-    document_BT: np.ndarray  # noqa: N815
+    tokens_BT: np.ndarray
+    targets_BT: np.ndarray
+    positions_BT: np.ndarray
+    document_BT: np.ndarray
 
 
 def pack_rows(rows: list[np.ndarray], *, seq_len: int, eos_id: int) -> PackedRows:

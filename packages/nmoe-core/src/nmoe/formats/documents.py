@@ -23,13 +23,17 @@ from nmoe.errors import DataError, FormatError
 from nmoe.formats.files import inside, read_header, replace_durably, sha256_file, write_json
 
 __all__ = [
+    "FORMAT",
+    "HEADER",
     "MAX_DOCUMENT_BYTES",
+    "VERSION",
     "Document",
     "Outcome",
     "Reject",
     "ScoredDocument",
     "ScoredSet",
     "ScoredWriter",
+    "check_document",
     "open_scored",
     "parse_document",
     "read_documents",

@@ -35,8 +35,8 @@ class Positions:
 
     num_rows: int
     """B; the tokens are B rows of T / B."""
-    cos_TH: Tensor  # noqa: N815
-    sin_TH: Tensor  # noqa: N815
+    cos_TH: Tensor
+    sin_TH: Tensor
     masks: Mapping[int, Any]
     """Window -> what the attention op prepared for it from the documents; empty where a cache is extended."""
 

@@ -46,7 +46,7 @@ class RouterStats:
 
     layer: int
     """Index of the layer in the model."""
-    load_E: Tensor  # noqa: N815
+    load_E: Tensor
     """int32: tokens that chose each expert."""
 
 

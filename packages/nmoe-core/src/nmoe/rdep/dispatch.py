@@ -17,11 +17,11 @@ __all__ = ["Rows", "dispatch", "dispatch_gradient"]
 class Rows:
     """What an owner received."""
 
-    x_RD: Tensor  # noqa: N815
+    x_RD: Tensor
     """Rows, in (source rank, token) order."""
-    expert_RK: Tensor  # noqa: N815
+    expert_RK: Tensor
     """int32: local ids of the row's experts here; -1 where the choice is another rank's."""
-    gate_RK: Tensor  # noqa: N815
+    gate_RK: Tensor
     """fp32 (fp64 in reference mode): gates of those choices."""
 
 

@@ -19,7 +19,7 @@ __all__ = ["Plan", "make_plan", "owned_experts"]
 class Plan:
     """Destination of each row of one forward."""
 
-    expert_TK: Tensor  # noqa: N815
+    expert_TK: Tensor
     """int32: global id of each chosen expert."""
     num_local_experts: int
     """X = E / P."""

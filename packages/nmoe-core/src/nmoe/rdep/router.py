@@ -21,11 +21,11 @@ __all__ = ["Router", "Routes"]
 class Routes:
     """The choice for T tokens."""
 
-    expert_TK: Tensor  # noqa: N815
+    expert_TK: Tensor
     """int32: global ids, best first."""
-    gate_TK: Tensor  # noqa: N815
+    gate_TK: Tensor
     """fp32 (fp64 for fp64 rows): weights of their results."""
-    load_E: Tensor  # noqa: N815
+    load_E: Tensor
     """int32: tokens that chose each expert."""
     aux_loss: Tensor
     """Scalar: balance loss and z-loss, each times its weight, summed over tokens."""

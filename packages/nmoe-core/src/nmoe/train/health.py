@@ -24,7 +24,7 @@ class RouterHealth:
         entropy: of the shares, over that of equal shares, 0 to 1.
     """
 
-    share_LE: np.ndarray  # noqa: N815
+    share_LE: np.ndarray
     max_over_mean: np.ndarray
     dead_experts: np.ndarray
     entropy: np.ndarray

@@ -46,7 +46,7 @@ class StepResult:
     grad_norm: float
     learning_rate: float
     skipped: str
-    load_LE: np.ndarray  # noqa: N815
+    load_LE: np.ndarray
     seconds: dict[str, float]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: N815  (shape suffixes are capitals by convention, in fields as in variables)
+
 """Counting sort of assignments by (expert, row): the order in which experts read rows.
 
 Rows are not copied: the up-projection gathers them through ``index_S``. The sort is stable, so the order of a row's

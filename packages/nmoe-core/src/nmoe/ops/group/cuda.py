@@ -28,9 +28,7 @@ _MIN_ROWS = 16  # of a block: fewer blocks make the sum over blocks shorter wher
 
 
 @cute.kernel
-def _count_kernel(
-    mExpert: cute.Tensor, mCount: cute.Tensor, block_items: Int32, experts: cutlass.Constexpr[int]
-):
+def _count_kernel(mExpert: cute.Tensor, mCount: cute.Tensor, block_items: Int32, experts: cutlass.Constexpr[int]):
     tid, _, _ = cute.arch.thread_idx()
     bid, _, _ = cute.arch.block_idx()
     sCount = cutlass.utils.SmemAllocator().allocate_tensor(Int32, cute.make_layout(experts), byte_alignment=16)

@@ -31,7 +31,7 @@ def _rotate_kernel(
 ):
     tid, _, _ = cute.arch.thread_idx()
     bid, _, _ = cute.arch.block_idx()
-    heads, width, half = mX.shape[1], mX.shape[2], mCos.shape[1]
+    width, half = mX.shape[2], mCos.shape[1]
     kept = width - 2 * half
     per_head = kept // 2 + half  # two kept columns, or one pair, an item
     item = bid * _THREADS + tid

@@ -170,9 +170,7 @@ def _route_kernel(
         for i in cutlass.range_constexpr(count):
             rChoice[i] = rScore[i] + rBias[i] if lane + 32 * i < experts else -Float32.inf
         if const_expr(routing.top_k_groups < routing.num_groups):
-            _limit_groups(
-                rChoice, experts, routing.num_groups, routing.top_k_groups, routing.group_score == "top2_sum"
-            )
+            _limit_groups(rChoice, experts, routing.num_groups, routing.top_k_groups, routing.group_score == "top2_sum")
         my_expert = Int32(0)
         my_gate = Float32(0.0)
         total = Float32(0.0)
