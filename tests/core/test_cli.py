@@ -3,6 +3,7 @@
 
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -278,3 +279,19 @@ def test_commands_state_their_version(capsys):
             command(["--version"])
         assert ended.value.code == 0
         assert re.fullmatch(r"nmoe-core \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
+
+
+def test_output_that_nobody_reads_is_no_error():
+    """As in `nmoe-train CONFIG --dry-run | head -1`."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from nmoe.cli import train; sys.exit(train())",
+        str(ROOT / "configs" / "moonlet.toml"),
+        "--dry-run",
+    ]
+    result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (result.returncode, result.stderr) == (141, "")

@@ -85,10 +85,15 @@ def prep_parser() -> argparse.ArgumentParser:
 def _exit_status(work: Callable[[], int]) -> int:
     """Runs `work`; turns an error that the user can mend into one line and status 2."""
     try:
-        return work()
+        status = work()
+        sys.stdout.flush()
+        return status
     except NmoeError as error:
         print("error: " + " ".join(str(error).splitlines()), file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read the output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except OSError as error:
         if error.filename is None:  # not about a file of the user's: a defect, which keeps its traceback
             raise
