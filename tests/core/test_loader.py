@@ -10,7 +10,6 @@ import pytest
 
 from nmoe.data.loader import Batch, Loader, held_out_batches
 from nmoe.data.packing import IGNORED
-from nmoe.data.sources import open_train, open_val
 from nmoe.errors import CheckpointError, DataError
 from nmoe.formats.shards import ShardSet, ShardWriter, open_shards
 from nmoe.formats.tokenizers import ByteTokenizer
@@ -147,36 +146,3 @@ def test_held_out_rows_are_spread_evenly_and_the_last_batch_is_filled_with_nothi
     assert (np.concatenate([rows.tokens_BT for rows in some]) == everything[np.arange(6) * count // 6]).all()
     assert count % 7, "the last batch must not be full, or filling is not tested"
     assert (whole[-1].targets_BT[count % 7 :] == IGNORED).all()
-
-
-class OtherTokenizer(ByteTokenizer):
-    name, sha256 = "other", "0" * 64
-
-
-def test_sources_and_held_out_text_of_two_tokenizers_are_refused(tmp_path, sets, tiny):
-    with ShardWriter(tmp_path / "other", tokenizer=OtherTokenizer()) as writer:
-        writer.add(np.arange(20, dtype=np.uint32), id="x", source="x", text_bytes=20)
-    mixed = tiny(f'data.train=["{tmp_path}/a", "{tmp_path}/other"]')
-    with pytest.raises(DataError, match=r"other: made by tokenizer other .*but .*/a by bytes"):
-        open_train(mixed)
-    held_out = tiny(f'data.val="{tmp_path}/other"')
-    with pytest.raises(DataError, match="other: made by tokenizer other"):
-        open_val(held_out, like=sets[0])
-
-
-def test_vocabulary_smaller_than_the_shards_ids_is_refused(tmp_path, sets, tiny):
-    with pytest.raises(
-        DataError, match=r"token ids go up to 256 .*model\.vocab_size = 200; set model\.vocab_size to 257"
-    ):
-        open_train(tiny(f'data.train=["{tmp_path}/a"]', "model.vocab_size=200"))
-
-
-def test_a_flipped_byte_of_a_shard_is_found_before_training(tmp_path, sets, tiny):
-    config = tiny(f'data.train=["{tmp_path}/b"]')
-    open_train(config)
-    path = sets[1].shards[0].path
-    data = bytearray(path.read_bytes())
-    data[200] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(DataError, match=r"b/shard-00000\.npy: damaged: SHA-256"):
-        open_train(config)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW against PyTorch's, stochastic rounding, clipping, and the learning rate of every step."""
+"""AdamW against PyTorch's, stochastic rounding and clipping."""
 
 import math
 
@@ -9,7 +9,6 @@ import torch
 from nmoe.config import Optim
 from nmoe.optim.adamw import AdamW, round_stochastically
 from nmoe.optim.clip import clip_gradients, gradient_norm
-from nmoe.optim.schedule import learning_rate
 
 
 def parameters(dtype=torch.float32) -> list[tuple[str, torch.nn.Parameter]]:
@@ -120,28 +119,3 @@ def test_gradient_norm_is_that_of_all_gradients_and_clipping_brings_it_to_the_li
     assert float(gradient_norm(gradients)) == pytest.approx(1.0)
     clip_gradients(gradients, norm=1.0, limit=2.0)
     assert float(gradient_norm(gradients)) == pytest.approx(1.0)
-
-
-def test_schedule_wsd_warms_up_stays_and_falls_linearly_to_its_end(tiny):
-    config = tiny("train.steps=100", "schedule.warmup_steps=10", "schedule.decay_steps=20", "optim.learning_rate=1.0")
-    rates = {step: learning_rate(config, step=step) for step in range(1, 101)}
-    assert rates[1] == pytest.approx(0.1)
-    assert rates[10] == rates[11] == rates[80] == 1.0
-    assert rates[90] == pytest.approx(0.55)
-    assert rates[100] == pytest.approx(0.1)
-
-
-def test_schedule_cosine_falls_from_the_warmup_to_its_end(tiny):
-    config = tiny(
-        "train.steps=110",
-        "schedule.kind=cosine",
-        "schedule.warmup_steps=10",
-        "schedule.decay_steps=0",
-        "schedule.final_ratio=0.2",
-        "optim.learning_rate=1.0",
-    )
-    rates = {step: learning_rate(config, step=step) for step in range(1, 111)}
-    assert rates[10] == 1.0
-    assert rates[60] == pytest.approx(0.6)
-    assert rates[110] == pytest.approx(0.2)
-    assert all(rates[step] > rates[step + 1] for step in range(10, 110))

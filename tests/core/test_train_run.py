@@ -21,7 +21,7 @@ from nmoe.checkpoint.store import find_checkpoint, list_checkpoints
 from nmoe.config import load_config
 from nmoe.formats.metrics import CATALOGUE, open_store
 from nmoe.formats.order import Rows
-from nmoe.formats.runs import read_run
+from nmoe.formats.runs import RunLock, read_run
 from nmoe.formats.shards import open_shards
 from nmoe.model.transformer import Transformer
 
@@ -235,6 +235,20 @@ def test_damaged_newest_checkpoint_is_refused_and_the_one_before_it_used_when_it
     leave_unfinished(run, keep=4)
     assert nmoe_train(tmp_path, *arguments) == 0
     assert losses(run) == first
+
+
+def test_run_of_another_process_is_left_alone(finished, nmoe_train, capfd):
+    folder, run = finished.parents[1], finished.parents[1] / "runs" / "other"
+    assert nmoe_train(folder, *STEADY, "train.steps=3", "run.name=other") == 0
+    leave_unfinished(run, keep=3)
+    record, lock = (run / "run.json").read_text(), RunLock(run)
+    capfd.readouterr()
+    assert nmoe_train(folder, *STEADY, "train.steps=3", "run.name=other") == 2
+    lock.release()
+    assert capfd.readouterr().err == (
+        "error: runs/other: another process is training there; wait for it, stop it, or choose another run.name\n"
+    )
+    assert (run / "run.json").read_text() == record
 
 
 def test_error_that_ends_a_run_is_recorded_in_one_line(tmp_path, nmoe_train):
