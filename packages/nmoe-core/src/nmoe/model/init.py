@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from nmoe.config import Config
+from nmoe.model.pieces import model_pieces
 from nmoe.model.transformer import Transformer
-from nmoe.rdep.experts import Experts
 
 __all__ = ["init_model", "normal"]
 
@@ -35,23 +35,27 @@ _BLOCK = 1 << 22
 
 
 @torch.no_grad()  # of each thread: the mode is not inherited
-def _fill(block: Tensor, std: float, key: str) -> None:
+def _fill(block: Tensor, skipped: int, std: float, key: str) -> None:
     stream = np.random.Generator(np.random.Philox(key=int.from_bytes(hashlib.sha256(key.encode()).digest()[:16])))
     # fp32 whatever the master's dtype is, so that an fp64 run starts from the values of its fp32 twin.
-    values = stream.standard_normal(block.numel(), dtype=np.float32)
+    values = stream.standard_normal(skipped + block.numel(), dtype=np.float32)[skipped:]
     block.copy_(torch.from_numpy(values).mul_(std))
 
 
-def _blocks(values: Tensor, *, seed: int, name: str) -> Iterator[tuple[Tensor, str]]:
-    flat = values.view(-1)
-    for number, start in enumerate(range(0, flat.numel(), _BLOCK)):
-        yield flat[start : start + _BLOCK], f"{seed}/{name}/{number}"
+def _blocks(values: Tensor, *, seed: int, name: str, offset: int = 0) -> Iterator[tuple[Tensor, int, str]]:
+    """Each block of a piece that begins at an element of the whole: its values, the draws before them, its stream."""
+    flat, done = values.view(-1), 0
+    while done < flat.numel():
+        number, skipped = divmod(offset + done, _BLOCK)
+        part = flat[done : done + _BLOCK - skipped]
+        yield part, skipped, f"{seed}/{name}/{number}"
+        done += part.numel()
 
 
 def normal(values: Tensor, *, std: float, seed: int, name: str) -> None:
     """Fill a contiguous tensor with normal values that depend on seed and name only."""
-    for block, key in _blocks(values, seed=seed, name=name):
-        _fill(block, std, key)
+    for block, skipped, key in _blocks(values, seed=seed, name=name):
+        _fill(block, skipped, std, key)
 
 
 def _std(config: Config, name: str, input_width: int) -> float:
@@ -59,20 +63,21 @@ def _std(config: Config, name: str, input_width: int) -> float:
     return config.model.init_std * ((base / input_width) ** 0.5 if base and name != "embed" else 1.0)
 
 
-def _tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """Every matrix to be drawn, experts one by one under their global ids."""
-    experts = {f"{name}.": module for name, module in model.named_modules() if isinstance(module, Experts)}
-    for name, parameter in model.named_parameters():
-        owner = next((module for prefix, module in experts.items() if name.startswith(prefix)), None)
-        if owner is None:
-            yield name, parameter
+def _tensors(model: Transformer) -> Iterator[tuple[str, Tensor, int]]:
+    """Every piece of a matrix to be drawn and its offset in the whole; experts one by one under their global ids."""
+    buffers = {name for name, _ in model.named_buffers()}
+    for name, piece in model_pieces(model).items():
+        if name in buffers:
+            continue
+        if ".experts." in name:
+            yield from ((f"{name}/{piece.start + i}", values, 0) for i, values in enumerate(piece.tensor))
         else:
-            yield from ((f"{name}/{expert}", parameter[i]) for i, expert in enumerate(owner.owned))
+            yield name, piece.tensor, piece.offset
 
 
 @torch.no_grad()
 def init_model(model: Transformer, seed: int) -> None:
-    """Set every parameter and buffer of a model to its start.
+    """Set every parameter and buffer of a model, or of this rank's part of it, to its start.
 
     Args:
         model: On any device.
@@ -80,12 +85,13 @@ def init_model(model: Transformer, seed: int) -> None:
     """
     for buffer in model.buffers():
         buffer.zero_()
-    drawn: list[tuple[Tensor, float, str]] = []
-    for name, values in _tensors(model):
+    drawn: list[tuple[Tensor, int, float, str]] = []
+    for name, values, offset in _tensors(model):
         if name.endswith("norm.weight"):
             values.fill_(1.0)
         else:
             std = _std(model.config, name, values.shape[-1])
-            drawn += [(block, std, key) for block, key in _blocks(values, seed=seed, name=name)]
+            blocks = _blocks(values, seed=seed, name=name, offset=offset)
+            drawn += [(block, skipped, std, key) for block, skipped, key in blocks]
     with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
         list(pool.map(lambda item: _fill(*item), drawn))

@@ -5,6 +5,8 @@ The weights are the master values, usually wider than the rows. They are rounded
 not kept so; their gradients are summed in the masters' dtype, never rounded to bf16 on the way.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -32,6 +34,10 @@ class Experts(nn.Module):
         """[X, 2F, D]: row 2f is gate f, row 2f + 1 is up f."""
         self.w2 = nn.Parameter(torch.empty(len(owned), hidden_size, expert_size, dtype=dtype))
         """[X, D, F]."""
+
+    def forward(self, routed: Callable[..., Tensor], x_TD: Tensor, gate_TK: Tensor, expert_TK: Tensor) -> Tensor:
+        """`routed` with the weights; a call of this module, so that what shards them over ranks can gather them for it."""
+        return routed(x_TD, gate_TK, self.w13, self.w2, expert_TK, self.owned)
 
 
 def experts_forward(rows: Rows, w13_X2FD: Tensor, w2_XDF: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:

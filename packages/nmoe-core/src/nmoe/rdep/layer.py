@@ -87,9 +87,7 @@ class MoE(nn.Module):
             out_TD in x's dtype; the router's losses summed over tokens; load_E, int32.
         """
         routes = self.router(x_TD, num_rows)
-        out_TD = _RoutedExperts.apply(
-            x_TD, routes.gate_TK, self.experts.w13, self.experts.w2, routes.expert_TK, self.experts.owned
-        )
+        out_TD = self.experts(_RoutedExperts.apply, x_TD, routes.gate_TK, routes.expert_TK)
         if self.shared is not None:
             out_TD = out_TD + self.shared(x_TD)
         return out_TD, routes.aux_loss, routes.load_E
