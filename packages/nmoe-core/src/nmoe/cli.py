@@ -26,7 +26,7 @@ from nmoe.formats.tokenizers import load_tokenizer
 if TYPE_CHECKING:
     from nmoe.train.run import Outcome
 
-__all__ = ["prep", "prep_parser", "train", "train_parser"]
+__all__ = ["exit_status", "prep", "prep_parser", "train", "train_parser"]
 
 
 def train_parser() -> argparse.ArgumentParser:
@@ -82,7 +82,7 @@ def prep_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _exit_status(work: Callable[[], int]) -> int:
+def exit_status(work: Callable[[], int]) -> int:
     """Runs `work`; turns an error that the user can mend into one line and status 2."""
     try:
         status = work()
@@ -106,7 +106,7 @@ def _exit_status(work: Callable[[], int]) -> int:
 def train(arguments: Sequence[str] | None = None) -> int:
     """Entry point of `nmoe-train`."""
     options = train_parser().parse_args(arguments)
-    return _exit_status(lambda: _train(options))
+    return exit_status(lambda: _train(options))
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -182,7 +182,7 @@ def _printable(text: str) -> str:
 def prep(arguments: Sequence[str] | None = None) -> int:
     """Entry point of `nmoe-prep`."""
     options = prep_parser().parse_args(arguments)
-    return _exit_status(lambda: _prep(options))
+    return exit_status(lambda: _prep(options))
 
 
 def _prep(options: argparse.Namespace) -> int:

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPUs of several nodes: memory from NVSHMEM's symmetric heap, through nvshmem4py.
+
+Peers whose memory the hardware can map (those of the node) are written with the same stores as under `ipc`. A peer of
+another node has no mapping: its entry in `Symmetric.peers` is None, and rows for it would have to travel as puts.
+**Those puts are not built**: an op that meets None says so. What stands is start, heap, peers of the node, and end.
+"""
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from nmoe.comm.communicator import Symmetric
+from nmoe.comm.foreign import agree, tensor_over
+from nmoe.errors import EnvironmentFault
+
+__all__ = ["Nvshmem"]
+
+
+class Nvshmem:
+    """A `Communicator` over NVSHMEM's symmetric heap.
+
+    NVSHMEM is started here, not at the first allocation: its start is a collective, and one that hides in an allocation
+    deadlocks as soon as ranks allocate in another order than something else waits.
+
+    Args:
+        group: The ranks, over a backend that moves CPU tensors (gloo). It carries NVSHMEM's unique id, sizes and barriers.
+        device: This rank's GPU.
+
+    Raises:
+        EnvironmentFault: NVSHMEM does not start on some rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        # NVLink multicast (NVLS) is not used, and setting it up can leave a node's GPUs out of service.
+        os.environ["NVSHMEM_DISABLE_NVLS"] = "1"
+        self._group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self._own: dict[str, Any] = {}
+        self._buffers: dict[str, Symmetric] = {}
+        with torch.cuda.device(self.device):
+            self._start()
+
+    def _start(self) -> None:
+        import nvshmem.core as nvshmem
+        from cuda.core import Device  # type: ignore[attr-defined]
+
+        unique_id, error = nvshmem.get_unique_id(empty=True), ""
+        if self.rank == 0:
+            try:
+                unique_id = nvshmem.get_unique_id()
+            except Exception as fault:  # noqa: BLE001  whatever it was, the others wait to hear of it
+                error = f"no unique id: {fault}"
+        ids = agree((error, unique_id._data.tobytes()), self._group, what="NVSHMEM start")
+        unique_id._data.view(np.uint8)[:] = np.frombuffer(ids[0], dtype=np.uint8)
+        Device(self.device.index).set_current()
+        error = ""
+        try:
+            nvshmem.init(
+                device=Device(self.device.index),
+                uid=unique_id,
+                rank=self.rank,
+                nranks=self.size,
+                initializer_method="uid",
+            )
+        except Exception as fault:  # noqa: BLE001
+            error = f"{fault}; NVSHMEM_DEBUG=INFO shows why, nmoe-doctor tries it alone"
+        agree((error, b""), self._group, what="NVSHMEM start")
+        self.version = nvshmem.get_version().libnvshmem_version
+        """Of the library that is loaded."""
+
+    def symmetric(self, name: str, *, nbytes: int) -> Symmetric:
+        """See `Communicator`. The heap grows as it is used, so its size need not be announced.
+
+        Raises:
+            ValueError: The name exists with another size.
+            EnvironmentFault: On all ranks, where the ranks asked for different buffers or memory ran out.
+        """
+        if name not in self._buffers:
+            self._buffers[name] = self._make(name, nbytes)
+        found = self._buffers[name]
+        if found.local.numel() != nbytes:
+            raise ValueError(f"symmetric buffer {name!r} exists with {found.local.numel()} bytes, not {nbytes}")
+        return found
+
+    def _make(self, name: str, nbytes: int) -> Symmetric:
+        import nvshmem.core as nvshmem
+        from nvshmem.bindings import nvshmem as bindings  # type: ignore[attr-defined]
+
+        what = f"NVSHMEM buffer {name!r} of {nbytes:,} bytes"
+        # Sizes are compared first: the heap's own allocation is a collective that different sizes would damage.
+        requests = agree(("", f"{name} {nbytes}".encode()), self._group, what=what)
+        for peer, request in enumerate(requests):
+            if request != requests[self.rank]:
+                raise EnvironmentFault(f"{what}: rank {peer} asks for {request.decode()} (name, bytes)")
+        with torch.cuda.device(self.device):
+            error = ""
+            try:
+                self._own[name] = nvshmem.buffer(max(nbytes, 1))
+            except Exception as fault:  # noqa: BLE001
+                error = str(fault)
+            agree((error, b""), self._group, what=what)
+            base = int(self._own[name].handle)
+            addresses = [int(bindings.ptr(base, peer)) for peer in range(self.size)]
+            local = tensor_over(base, nbytes, self.device).zero_()
+            torch.cuda.synchronize()
+        agree(("", b""), self._group, what=what)  # nobody writes before everybody's memory is zero
+        peers = tuple(tensor_over(a, nbytes, self.device) if a else None for a in addresses)
+        return Symmetric(local=local, peers=peers)
+
+    def barrier(self) -> None:
+        """See `Communicator`."""
+        dist.barrier(self._group)
+
+    def close(self) -> None:
+        """See `Communicator`. No tensor over the memory may be used afterwards, and NVSHMEM does not start again here."""
+        import nvshmem.core as nvshmem
+
+        with torch.cuda.device(self.device):
+            torch.cuda.synchronize()
+            self.barrier()
+            for own in self._own.values():
+                nvshmem.free(own)
+            nvshmem.finalize()
+        self._own.clear()
+        self._buffers.clear()

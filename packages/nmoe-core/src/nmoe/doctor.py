@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nmoe-doctor [CONFIG]`: whether this machine can run what a config asks, one line a check.
+
+A line begins with `ok`, with `--` (not here, and not asked for; what would need it stands beside it) or with `no` (asked
+for and not here; what to do stands behind it). Exit status 2 where there is a `no`. What can be tried is tried: a handle
+is mapped by another process, NVSHMEM is started, bytes are copied and timed.
+"""
+
+import argparse
+import importlib.metadata
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import nmoe
+from nmoe.arch import Arch, arch_of
+from nmoe.cli import exit_status
+from nmoe.comm import probe
+from nmoe.config import Config, load_config
+from nmoe.errors import EnvironmentFault
+
+__all__ = ["Demand", "Finding", "demand_of", "doctor_parser", "examine", "main"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    mark: Literal["ok", "--", "no"]
+    subject: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.mark:2}  {self.subject:<18}  {self.text}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """What a config needs of this machine.
+
+    Attributes:
+        ranks: of an expert-parallel group.
+        comm: communicator by name; empty where nothing asks for one.
+        symmetric_bytes: that a rank shares with its peers.
+        state_bytes: of master values, gradients and moments over all ranks.
+    """
+
+    ranks: int = 1
+    comm: str = ""
+    symmetric_bytes: int = 0
+    state_bytes: int = 0
+
+
+def demand_of(config: Config | None) -> Demand:
+    """What `config` asks for; None asks for nothing."""
+    if config is None:
+        return Demand()
+    from nmoe.train.plan import make_plan
+
+    return Demand(state_bytes=make_plan(config).state_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Gpu:
+    name: str
+    arch: Arch | None
+    total: int
+    free: int
+
+
+_PACKAGES = (
+    ("torch", "everything that trains"),
+    ("nvidia-cutlass-dsl", "kernels"),
+    ("quack-kernels", "the experts' products on a GPU"),
+    ("nvidia-ml-py", "driver and NVLink in this report, GPU figures of a run"),
+    ("nvshmem4py-cu13", 'parallel.comm = "nvshmem"'),
+)
+_OPTIONAL = {"nvidia-ml-py", "nvshmem4py-cu13"}
+
+
+def examine(demand: Demand) -> Iterator[Finding]:
+    """All checks, in an order in which each may rely on those before it."""
+    missing = set[str]()
+    for package, finding in _packages(demand):
+        missing |= {package} if finding.mark != "ok" else set()
+        yield finding
+    yield _shared_memory(demand)
+    if "torch" in missing:
+        return
+    gpus = _gpus()
+    if not gpus:
+        yield _no_gpu(demand)
+        return
+    yield from _driver()
+    yield from _describe(gpus)
+    yield from _kernels(gpus, demand)
+    yield from _memory(gpus, demand)
+    if len(gpus) < demand.ranks and demand.comm == "ipc":
+        yield Finding(
+            mark="no",
+            subject="GPUs",
+            text=f"{len(gpus)} here, {demand.ranks} ranks asked for; set parallel.ep to at most {len(gpus)}, or run on more nodes with "
+            'parallel.comm = "nvshmem"',
+        )
+    yield from _links(len(gpus))
+    yield from _mappings(len(gpus), demand)
+    if "nvshmem4py-cu13" not in missing:
+        yield _nvshmem(demand)
+
+
+def _packages(demand: Demand) -> Iterator[tuple[str, Finding]]:
+    optional = _OPTIONAL - ({"nvshmem4py-cu13"} if demand.comm == "nvshmem" else set())
+    for package, purpose in _PACKAGES:
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            text = f"not installed; needed for {purpose}: install nmoe-core[train]"
+            yield package, Finding(mark="--" if package in optional else "no", subject=package, text=text)
+        else:
+            yield package, Finding(mark="ok", subject=package, text=version)
+
+
+def _shared_memory(demand: Demand) -> Finding:
+    try:
+        free = probe.map_shared_memory()
+    except OSError as error:
+        text = f"{probe.SHARED_MEMORY}: {error.strerror}; mount a tmpfs there" + (
+            "" if demand.comm == "shm" else ' for parallel.comm = "shm"'
+        )
+        return Finding(mark="no" if demand.comm == "shm" else "--", subject="shared memory", text=text)
+    needed = demand.ranks * demand.symmetric_bytes if demand.comm == "shm" else 0
+    text = f"{_size(free)} free in {probe.SHARED_MEMORY}" + (
+        f", {_size(needed)} needed by {demand.ranks} ranks" if needed else ""
+    )
+    if needed > free:
+        return Finding(
+            mark="no", subject="shared memory", text=text + "; make it larger, such as docker run --shm-size"
+        )
+    return Finding(mark="ok", subject="shared memory", text=text)
+
+
+def _no_gpu(demand: Demand) -> Finding:
+    if demand.comm in ("ipc", "nvshmem"):
+        text = f'none; parallel.comm = "{demand.comm}" needs them: run on a machine with GPUs, or set it to "shm"'
+        return Finding(mark="no", subject="GPUs", text=text)
+    text = 'none: plain torch on the CPU, between ranks "shm"; kernels, "ipc" and "nvshmem" need H100, H200 or B200'
+    return Finding(mark="--", subject="GPUs", text=text)
+
+
+def _gpus() -> list[_Gpu]:
+    import torch
+
+    found = []
+    for index in range(torch.cuda.device_count()):
+        name = torch.cuda.get_device_name(index)
+        try:
+            override = os.environ.get("NMOE_ARCH", "")
+            arch = arch_of(torch.cuda.get_device_capability(index), device=name, override=override)
+        except EnvironmentFault:
+            arch = None
+        free, total = torch.cuda.mem_get_info(index)
+        found.append(_Gpu(name=name, arch=arch, total=total, free=free))
+    return found
+
+
+def _driver() -> Iterator[Finding]:
+    import torch
+
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        driver, supported = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion()
+    except Exception as error:  # noqa: BLE001  a broken library is a finding, like a missing one
+        yield Finding(mark="--", subject="driver", text=f"version unknown ({error}); install nvidia-ml-py")
+        return
+    built = torch.version.cuda or "none"
+    text = f"{driver} (CUDA {supported // 1000}.{supported % 1000 // 10}), PyTorch is built for CUDA {built}"
+    if built == "none" or int(built.split(".")[0]) > supported // 1000:
+        yield Finding(mark="no", subject="driver", text=f"{text}; install a driver for CUDA {built} or such a PyTorch")
+    else:
+        yield Finding(mark="ok", subject="driver", text=text)
+
+
+def _describe(gpus: list[_Gpu]) -> Iterator[Finding]:
+    for index, gpu in enumerate(gpus):
+        text = f"{gpu.name}, {_size(gpu.total)}, {_size(gpu.free)} free"
+        if gpu.arch is None:
+            text += "; no kernels for it (H100, H200, B200 have): NMOE_ARCH=reference runs plain torch"
+            yield Finding(mark="no", subject=f"GPU {index}", text=text)
+        else:
+            served = f"kernels for {gpu.arch.target}" if gpu.arch.target else "plain torch, as NMOE_ARCH says"
+            yield Finding(mark="ok", subject=f"GPU {index}", text=f"{text}, {served}")
+
+
+def _kernels(gpus: list[_Gpu], demand: Demand) -> Iterator[Finding]:
+    from nmoe.ops import registry
+
+    for arch in {gpu.arch.name: gpu.arch for gpu in gpus if gpu.arch}.values():
+        lacking = [op for op in registry.op_names() if registry.source_file(op, on=arch) is None]
+        if lacking:
+            text = f"none for {', '.join(lacking)} on {arch.name}; NMOE_ARCH=reference runs plain torch instead"
+            yield Finding(mark="no" if demand.state_bytes else "--", subject="kernels", text=text)
+        else:
+            yield Finding(mark="ok", subject="kernels", text=f"every op has its file for {arch.name}")
+
+
+def _memory(gpus: list[_Gpu], demand: Demand) -> Iterator[Finding]:
+    if not demand.state_bytes:
+        return
+    each = demand.state_bytes / demand.ranks + demand.symmetric_bytes
+    free = min(gpu.free for gpu in gpus)
+    text = f"{_size(demand.state_bytes / demand.ranks)} of state and {_size(demand.symmetric_bytes)} shared with peers a GPU"
+    if each > free:
+        text += f", {_size(free)} free; more expert-parallel ranks divide the experts' state"
+        yield Finding(mark="no", subject="memory", text=text)
+    else:
+        yield Finding(mark="ok", subject="memory", text=f"{text}, {_size(free)} free; activations come on top")
+
+
+def _links(count: int) -> Iterator[Finding]:
+    """NVLink, peer access and measured bandwidth between each two GPUs."""
+    import torch
+
+    if count == 1:
+        yield Finding(mark="--", subject="links", text="one GPU: no peers, no link to measure")
+        return
+    for index in range(count):
+        yield Finding(
+            mark="ok" if (links := _nvlinks(index)) else "--", subject=f"NVLink {index}", text=_links_text(links)
+        )
+    for source in range(count):
+        reached = [peer for peer in range(count) if peer != source and torch.cuda.can_device_access_peer(source, peer)]
+        unreached = sorted(set(range(count)) - set(reached) - {source})
+        text = f"{source} reaches {reached or 'no other'}" + (f", not {unreached}" if unreached else "")
+        yield Finding(mark="--" if unreached else "ok", subject="peer access", text=text)
+    for source in range(count):
+        target = (source + 1) % count
+        speed = probe.copy_bandwidth(source, target) / 1e9
+        yield Finding(mark="ok", subject="bandwidth", text=f"{source} -> {target}: {speed:.0f} GB/s by the copy engine")
+
+
+def _nvlinks(index: int) -> int | None:
+    """Active NVLinks of a GPU; None where that cannot be asked."""
+    try:
+        import pynvml
+
+        handle: Any = pynvml.nvmlDeviceGetHandleByIndex(index)
+        active = 0
+        for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+            try:
+                active += pynvml.nvmlDeviceGetNvLinkState(handle, link)
+            except pynvml.NVMLError:
+                break
+        return active
+    except Exception:  # noqa: BLE001
+        return None
+
+
+def _links_text(links: int | None) -> str:
+    if links is None:
+        return "state unknown: NVML does not answer"
+    return f"{links} links active" if links else "no link active: rows travel over PCIe, at a tenth of the speed"
+
+
+def _mappings(count: int, demand: Demand) -> Iterator[Finding]:
+    """CUDA IPC between each GPU and its next, tried for real; with one GPU, between two processes on it."""
+    for owner in range(count):
+        opener = (owner + 1) % count
+        where = f"{owner} -> {opener}" if count > 1 else "two processes on one GPU"
+        try:
+            probe.open_in_child(owner, opener)
+        except EnvironmentFault as fault:
+            text = (
+                f"{where}: {fault}; containers need --ipc=host (one IPC namespace) and all GPUs visible to every rank"
+            )
+            yield Finding(mark="no" if demand.comm == "ipc" else "--", subject="CUDA IPC", text=text)
+        else:
+            yield Finding(mark="ok", subject="CUDA IPC", text=f"{where}: mapped, read and written by another process")
+
+
+def _nvshmem(demand: Demand) -> Finding:
+    try:
+        version = probe.start_nvshmem_in_child(0)
+    except EnvironmentFault as fault:
+        text = f"{fault}; NVSHMEM_DEBUG=INFO python -m nmoe.comm.probe nvshmem 0 says more"
+        return Finding(mark="no" if demand.comm == "nvshmem" else "--", subject="NVSHMEM", text=text)
+    return Finding(mark="ok", subject="NVSHMEM", text=f"{version} starts with one rank")
+
+
+def _size(number: float) -> str:
+    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
+
+
+def doctor_parser() -> argparse.ArgumentParser:
+    """Arguments of `nmoe-doctor`."""
+    parser = argparse.ArgumentParser(
+        prog="nmoe-doctor",
+        description="Say whether this machine can run what a config asks, one line a check: ok; -- (not here, not asked "
+        "for); no, and what to do. Exit status 2 where there is a no.",
+    )
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="TOML file; without one the machine is described")
+    parser.add_argument(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        dest="overrides",
+        help="override a key of the config; may be repeated",
+    )
+    parser.add_argument("--version", action="version", version=f"nmoe-core {nmoe.__version__}")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of `nmoe-doctor`."""
+    options = doctor_parser().parse_args(arguments)
+    return exit_status(lambda: _report(options))
+
+
+def _report(options: argparse.Namespace) -> int:
+    config = load_config(options.config, options.overrides) if options.config else None
+    faults = 0
+    for finding in examine(demand_of(config)):
+        sys.stdout.write(f"{finding}\n")
+        sys.stdout.flush()
+        faults += finding.mark == "no"
+    return 2 if faults else 0
