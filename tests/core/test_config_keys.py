@@ -66,6 +66,7 @@ GQA = ["attention.kind=gqa", "attention.kv_lora_rank=0", "attention.num_kv_heads
 YARN = ["rope.scaling=yarn", "rope.factor=8.0", "rope.original_context=1024"]
 GROUPS = ["moe.num_groups=2"]
 MTP = ["model.mtp_depth=1"]
+MUON = ["optim.kind=muon"]
 # Key -> what is set beside it in both runs, and its other value; "{data}" is the folder of the fixture.
 CHANGES: dict[str, tuple[list[str], str]] = {
     "run.name": ([], "other"),
@@ -138,6 +139,16 @@ CHANGES: dict[str, tuple[list[str], str]] = {
     "optim.betas": ([], "[0.5, 0.6]"),
     "optim.eps": ([], "0.1"),
     "optim.weight_decay": ([], "0.9"),
+    "optim.kind": ([], "muon"),
+    "optim.momentum": (MUON, "0.5"),
+    "optim.newton_schulz_steps": (MUON, "2"),
+    "optim.norm_decay": ([], "3.0"),
+    "optim.embedding_rate": ([], "0.5"),
+    "optim.embedding_decay": ([], "5.0"),
+    "optim.router_rate": ([], "0.1"),
+    "optim.router_decay": ([], "50.0"),
+    "optim.expert_rate": ([], "0.5"),
+    "optim.expert_decay": ([], "5.0"),
     "optim.moment_dtype": ([], "bf16"),
     "schedule.warmup_steps": ([], "2"),
     "schedule.kind": (["schedule.decay_steps=0"], "cosine"),
@@ -231,7 +242,9 @@ def test_every_key_has_a_change():
     assert set(CHANGES) == set(keys())
 
 
-@pytest.mark.parametrize("beside", [[], YARN, GQA, MTP, ["train.dtype=bf16"]], ids=lambda beside: "-".join(beside[:1]))
+@pytest.mark.parametrize(
+    "beside", [[], YARN, GQA, MTP, MUON, ["train.dtype=bf16"]], ids=lambda beside: "-".join(beside[:1])
+)
 def test_equal_configs_are_observed_as_equal(beside, observed, data, tmp_path):
     """What the other tests stand on: a difference comes from the key and from nothing else."""
     assert observe(tuple(beside), data, tmp_path / "again") == observed(*beside)

@@ -112,6 +112,8 @@ def _run_violations(config: Config) -> Iterator[str]:
             f"schedule.warmup_steps = {schedule.warmup_steps} and schedule.decay_steps = {schedule.decay_steps} "
             f"together exceed train.steps = {train.steps}"
         )
+    if config.optim.kind == "adamw" and (config.optim.momentum, config.optim.newton_schulz_steps) != (0.95, 5):
+        yield 'optim.momentum and optim.newton_schulz_steps have no effect with optim.kind = "adamw"; set it to "muon"'
     if train.dtype == "fp64" and config.optim.moment_dtype == "bf16":
         yield 'optim.moment_dtype = "bf16" contradicts train.dtype = "fp64", which keeps moments in fp64'
 

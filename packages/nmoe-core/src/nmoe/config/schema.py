@@ -259,18 +259,38 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Optim:
-    """AdamW (arXiv:1711.05101)."""
+    """AdamW (arXiv:1711.05101), or Muon (arXiv:2502.16982) for the matrices of layers and experts with AdamW for the rest."""
 
     learning_rate: AboveZero
-    """Peak learning rate, 1/step."""
+    """Peak learning rate, 1/step. Muon's updates have the size of AdamW's, so one rate serves both."""
+    kind: Literal["adamw", "muon"] = "adamw"
+    """What updates the matrices of layers and experts; embedding, head, routers and norms always have AdamW."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """Decay a step of the first and of the second moment."""
+    """AdamW: decay a step of the first and of the second moment."""
     eps: AboveZero = 1e-8
-    """Added to the root of the second moment."""
+    """AdamW: added to the root of the second moment."""
+    momentum: Beta = 0.95
+    """muon: decay a step of the momentum, which is Nesterov's."""
+    newton_schulz_steps: Positive = 5
+    """muon: steps of the iteration towards the orthogonal factor."""
     weight_decay: NonNegative = 0.1
-    """Decoupled decay of matrices, times the learning rate; norms and biases do not decay."""
+    """Decoupled decay of matrices, times the learning rate."""
+    norm_decay: NonNegative = 0.0
+    """Factor on `weight_decay` for the weights of norms."""
+    embedding_rate: AboveZero = 1.0
+    """Factor on `learning_rate` for embedding and head."""
+    embedding_decay: NonNegative = 1.0
+    """Factor on `weight_decay` for embedding and head."""
+    router_rate: AboveZero = 1.0
+    """Factor on `learning_rate` for the routers."""
+    router_decay: NonNegative = 1.0
+    """Factor on `weight_decay` for the routers."""
+    expert_rate: AboveZero = 1.0
+    """Factor on `learning_rate` for the routed experts."""
+    expert_decay: NonNegative = 1.0
+    """Factor on `weight_decay` for the routed experts."""
     moment_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Storage of the moments (fp64 runs keep them in fp64); bf16 rounds stochastically."""
+    """Storage of moments and momentum (fp64 runs keep them in fp64); bf16 rounds stochastically."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

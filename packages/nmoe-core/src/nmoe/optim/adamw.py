@@ -13,15 +13,16 @@ import torch
 from torch.optim.adamw import adamw
 
 from nmoe.config import Optim
+from nmoe.optim.groups import Pace, pace_of
 
-__all__ = ["AdamW", "round_stochastically"]
+__all__ = ["AdamW", "mixed_seed", "round_stochastically"]
 
 # Elements updated at a time where moments are widened, so that temporaries stay at 256 MiB whatever the tensor's size.
 _CHUNK = 1 << 24
 
 
 class AdamW:
-    """AdamW over named parameters. Matrices and stacks of matrices decay; vectors (norms, biases) do not.
+    """AdamW over named parameters, each at the pace of its group (`nmoe.optim.groups`).
 
     Args:
         parameters: (name, parameter) pairs, fp32 or fp64.
@@ -46,14 +47,12 @@ class AdamW:
     def step(self, *, learning_rate: float) -> None:
         """Updates every parameter from its gradient; one without a gradient is left as it is."""
         self.num_updates += 1
-        for decays in (True, False):
-            names = [
-                name
-                for name, parameter in self._parameters.items()
-                if parameter.grad is not None and (parameter.ndim >= 2) == decays
-            ]
-            if names:
-                self._update(names, learning_rate, self._config.weight_decay if decays else 0.0)
+        by_pace: dict[Pace, list[str]] = {}
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                by_pace.setdefault(pace_of(name, parameter.ndim, config=self._config), []).append(name)
+        for pace, names in by_pace.items():
+            self._update(names, learning_rate * pace.rate, pace.decay)
 
     @torch.no_grad()
     def _update_fused(self, names: list[str], learning_rate: float, weight_decay: float) -> None:
@@ -89,7 +88,7 @@ class AdamW:
             gradient = parameter.grad
             assert gradient is not None
             generator = torch.Generator(device=parameter.device)
-            generator.manual_seed(_mix(self._seed, self.num_updates, order[name]))
+            generator.manual_seed(mixed_seed(self._seed, self.num_updates, order[name]))
             parts = zip(*(t.view(-1).split(_CHUNK) for t in (parameter, gradient, *moments)), strict=True)
             for value, grad, first_bf16, second_bf16 in parts:
                 first = first_bf16.to(value.dtype).lerp_(grad, 1.0 - beta1)
@@ -131,7 +130,7 @@ def round_stochastically(values: torch.Tensor, *, generator: torch.Generator) ->
     return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
 
 
-def _mix(seed: int, update: int, number: int) -> int:
+def mixed_seed(seed: int, update: int, number: int) -> int:
     """One 63-bit seed from three numbers (SplitMix64's constants)."""
     value = 0
     for part in (seed, update, number):

@@ -18,9 +18,9 @@ from nmoe.comm.local import Local
 from nmoe.config import Config
 from nmoe.errors import CheckpointError
 from nmoe.model.init import init_model
-from nmoe.model.transformer import Transformer
+from nmoe.model.transformer import Transformer, compute_dtype
 from nmoe.ops import registry
-from nmoe.optim.adamw import AdamW
+from nmoe.optim.optimizer import Optimizer, make_optimizer
 
 __all__ = ["Parts", "Progress", "build", "checkpoint_tensors", "choose_device", "log_device", "restore", "start_from"]
 
@@ -54,7 +54,7 @@ class Parts:
 
     device: torch.device
     model: Transformer
-    optimizer: AdamW
+    optimizer: Optimizer
 
 
 def choose_device() -> torch.device:
@@ -83,7 +83,9 @@ def build(config: Config, device: torch.device) -> Parts:
     with torch.device(device):
         model = Transformer(config, comm=Local(device))
     init_model(model, config.run.seed)
-    optimizer = AdamW(model.named_parameters(), config=config.optim, seed=config.run.seed)
+    optimizer = make_optimizer(
+        model.named_parameters(), config=config.optim, seed=config.run.seed, dtype=compute_dtype(config)
+    )
     return Parts(device=device, model=model, optimizer=optimizer)
 
 
