@@ -290,10 +290,13 @@ def test_steps_that_are_not_finite_are_skipped_counted_and_do_not_end_the_run(tm
 
 
 def test_losses_of_the_router_and_of_further_tokens_have_their_names(tmp_path, nmoe_train):
-    assert nmoe_train(tmp_path, *STEADY, "train.steps=2", "model.mtp_depth=1", "moe.z_loss=1e-3") == 0
+    assert (
+        nmoe_train(tmp_path, *STEADY, "train.steps=2", "model.mtp_depth=1", "moe.z_loss=1e-3", "moe.balance_loss=1e-3")
+        == 0
+    )
     found = axes_and_steps(tmp_path / "runs" / "tiny")
-    assert found["train/mtp_loss"] == found["train/router_z_loss"] == ([], [], 2)
-    assert "train/balance_loss" not in found
+    for name in ("train/mtp_loss", "train/router_z_loss", "train/balance_loss"):
+        assert found[name] == ([], [], 2)
     assert found["router/load"][0] == [1, 2], "the layer of multi-token prediction counts on"
     ((loss,),) = query(
         tmp_path / "runs" / "tiny", "SELECT value FROM metrics WHERE name = 'train/mtp_loss' AND step = 1"

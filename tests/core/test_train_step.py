@@ -2,20 +2,20 @@
 """One optimizer step, and what watches the steps: accumulation, skipped steps, router health, spikes, FLOP."""
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from nmoe.config import load_config
 from nmoe.data.loader import Loader
 from nmoe.data.sources import open_train
+from nmoe.train.evaluate import forward
 from nmoe.train.health import is_spike, router_health
 from nmoe.train.loop import train_step
 from nmoe.train.report import StepFigures, format_duration, format_step
 from nmoe.train.setup import Parts, build
-from nmoe.train.throughput import model_flop_per_token
+from nmoe.train.throughput import flop_per_token
 
 CPU = torch.device("cpu")
 
@@ -43,7 +43,7 @@ def test_step_does_not_depend_on_how_the_batch_is_cut(tiny):
     common = ("train.dtype=fp64", "moe.balance_loss=0.01", "moe.z_loss=0.01", "train.z_loss=0.001")
     (whole, a), (cut, b) = (steps(tiny(*common, f"train.micro_batch_size={size}"), 3) for size in (4, 1))
     for one, other in zip(a, b, strict=True):
-        for name in ("loss", "aux_loss", "z_loss", "grad_norm"):
+        for name in ("loss", "balance_loss", "router_z_loss", "z_loss", "grad_norm"):
             assert getattr(one, name) == pytest.approx(getattr(other, name), rel=1e-11), name
         assert (one.load_LE == other.load_LE).all()
     for (name, x), (_, y) in zip(whole.model.state_dict().items(), cut.model.state_dict().items(), strict=True):
@@ -96,13 +96,45 @@ def test_spike_is_a_loss_far_above_the_recent_ones_and_nothing_else():
     assert not is_spike(9.0, recent[:10])
 
 
-# 6 x (active parameters without the embedding's rows) + attention over half the sequence, by hand.
-def test_flop_per_token_of_dsv3_are_those_of_its_products():
-    config = load_config(Path(__file__).parents[2] / "configs" / "dsv3.toml")
-    flop = model_flop_per_token(config, active_parameters=37_550_000_000)
-    products = 6 * (37_550_000_000 - 129280 * 7168)
-    scores = 61 * 6 * 128 * (192 + 128) * 4096 / 2
-    assert flop == pytest.approx(products + scores)
+@pytest.mark.parametrize("overrides", [(), ("model.mtp_depth=2",), ("model.tie_embeddings=true", "model.mtp_depth=1")])
+def test_flop_per_token_are_those_that_a_step_counts(tiny, overrides):
+    """Counted product by product; the reference takes all T x T scores of a row, causal attention needs half."""
+    config = tiny(*overrides, "train.batch_size=2")
+    sets, weights = open_train(config)
+    parts = build(config, CPU)
+    with Loader(sets, weights=weights, seq_len=64, vocab_size=257, batch_size=2, micro_batch_size=2, seed=1) as loader:
+        (rows,) = next(loader).micro
+    with FlopCounterMode(display=False) as counter:
+        output = forward(parts.model, rows, CPU)
+        (output.loss_sum + output.aux_loss).backward()
+    layers, width = 2 + config.model.mtp_depth, 2 * (16 + 8 + 16)
+    other_half = 6 * layers * width * 64 / 2
+    assert counter.get_total_flops() / (2 * 64) == flop_per_token(config) + other_half
+
+
+def test_flop_of_a_window_are_those_of_the_keys_in_it(tiny):
+    config = tiny("attention.window=5", "model.num_layers=3", "model.num_dense_layers=3")
+    keys = np.minimum(np.arange(64) + 0.5, 5)  # a query sees half of its own pair, as the causal half does
+    saved = 2 * 6 * 2 * (24 + 16) * (32 - keys.mean())
+    assert flop_per_token(tiny("model.num_layers=3", "model.num_dense_layers=3")) - flop_per_token(config) == (
+        pytest.approx(saved, rel=0.01)
+    )
+
+
+def test_router_losses_are_told_apart(tiny):
+    """Each alone gives what it gives beside the other."""
+    both, balance, z = (
+        steps(tiny(*overrides), 1)[1][0]
+        for overrides in (
+            ("moe.balance_loss=0.1", "moe.z_loss=0.01"),
+            ("moe.balance_loss=0.1",),
+            ("moe.z_loss=0.01",),
+        )
+    )
+    assert balance.balance_loss > 0
+    assert z.router_z_loss > 0
+    assert (both.balance_loss, both.router_z_loss) == (balance.balance_loss, z.router_z_loss)
+    assert balance.router_z_loss == z.balance_loss == 0
 
 
 def test_step_line_and_durations_read_as_documented():

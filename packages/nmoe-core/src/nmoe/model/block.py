@@ -38,7 +38,7 @@ class Block(nn.Module):
     def forward(
         self, x_TD: Tensor, at: Positions, cache: Cache | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """x_TD after the layer; the router's loss and load_E, None where the layer is dense."""
+        """x_TD after the layer; the router's losses [2] and load_E, None where the layer is dense."""
         normed_TD = self.attn_norm(x_TD)
         out_TD = self.attn(normed_TD, at) if cache is None else self.attn.extend(normed_TD, at, cache)
         x_TD = self._add(x_TD, out_TD)

@@ -40,7 +40,7 @@ class Depth(nn.Module):
         self.block = Block(config, config.model.num_layers + depth - 1, comm=comm, dtype=dtype)
 
     def forward(self, x_TD: Tensor, embedded_TD: Tensor, at: Positions) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """x_TD of this depth, normed; the router's loss and load_E, None where the layer is dense."""
+        """x_TD of this depth, normed; the router's losses [2] and load_E, None where the layer is dense."""
         joined_TD = linear(torch.cat((self.enorm(embedded_TD), self.hnorm(x_TD)), dim=-1), self.proj)
         x_TD, aux_loss, load_E = self.block(joined_TD, at)
         return self.norm(x_TD), aux_loss, load_E

@@ -60,7 +60,11 @@ class ModelOutput:
     num_targets: Tensor
     """Scalar int64: targets that are not IGNORED."""
     aux_loss: Tensor
-    """Scalar: balance and z-losses of the routers, times their weights, summed over tokens and layers."""
+    """Scalar: `balance_loss` plus `router_z_loss`, with their gradient."""
+    balance_loss: Tensor
+    """Scalar without gradient: balance loss of the routers, times its weight, summed over tokens and layers."""
+    router_z_loss: Tensor
+    """Scalar without gradient: z-loss of the routers, times its weight, summed over tokens and layers."""
     z_loss: Tensor
     """Scalar without gradient: z-loss of the head, times its weight, summed over targets."""
     mtp_loss: Tensor
@@ -119,9 +123,9 @@ class Transformer(nn.Module):
     def _hidden(
         self, tokens_BT: Tensor, at: Positions, caches: Sequence[Cache | None] = ()
     ) -> tuple[Tensor, Tensor, tuple[RouterStats, ...]]:
-        """x_TD after the last norm; the routers' losses, summed; their loads."""
+        """x_TD after the last norm; the routers' losses [2], summed over layers; their loads."""
         x_TD = self._embedded(tokens_BT.flatten())
-        aux_sum = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=x_TD.device)
+        aux_sum = torch.zeros(2, dtype=torch.promote_types(self.dtype, torch.float32), device=x_TD.device)
         stats = []
         for index, (layer, cache) in enumerate(zip(self.layers, caches or [None] * len(self.layers), strict=True)):
             x_TD, aux_loss, load_E = layer(x_TD, at, cache)
@@ -161,7 +165,9 @@ class Transformer(nn.Module):
         return ModelOutput(
             loss_sum=loss_sum,
             num_targets=(target_T != IGNORED).sum(),
-            aux_loss=aux_loss,
+            aux_loss=aux_loss.sum(),
+            balance_loss=aux_loss[0].detach(),
+            router_z_loss=aux_loss[1].detach(),
             z_loss=z_loss,
             mtp_loss=mtp_loss.detach(),
             router_stats=stats,
@@ -171,7 +177,8 @@ class Transformer(nn.Module):
         self, x_TD: Tensor, targets_BT: Tensor, at: Positions
     ) -> tuple[Tensor, Tensor, tuple[RouterStats, ...]]:
         """Cross entropy of the tokens after the next, averaged over depths; the routers' losses, summed; their loads."""
-        loss = aux_sum = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=x_TD.device)
+        loss = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=x_TD.device)
+        aux_sum = loss.new_zeros(2)
         stats = []
         for index, depth in enumerate(self.mtp, start=len(self.layers)):
             # The token at this depth is the last depth's target; a document that ended has none and reads zeros.

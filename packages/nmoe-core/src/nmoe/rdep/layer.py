@@ -84,7 +84,7 @@ class MoE(nn.Module):
         """Pass T tokens of ``num_rows`` sequences through their experts.
 
         Returns:
-            out_TD in x's dtype; the router's losses summed over tokens; load_E, int32.
+            out_TD in x's dtype; the router's balance and z-loss [2], summed over tokens; load_E, int32.
         """
         routes = self.router(x_TD, num_rows)
         out_TD = self.experts(_RoutedExperts.apply, x_TD, routes.gate_TK, routes.expert_TK)

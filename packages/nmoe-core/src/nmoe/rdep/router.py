@@ -28,7 +28,7 @@ class Routes:
     load_E: Tensor
     """int32: tokens that chose each expert."""
     aux_loss: Tensor
-    """Scalar: balance loss and z-loss, each times its weight, summed over tokens."""
+    """[2]: balance loss and z-loss, each times its weight, summed over tokens."""
 
 
 class Router(nn.Module):
@@ -62,12 +62,12 @@ class Router(nn.Module):
         """Choose experts for T tokens of ``num_rows`` equally long sequences."""
         logits_TE = project(x_TD, self.weight)
         expert_TK, gate_TK, load_E = route(logits_TE, self.bias, routing=self.routing)
-        aux_loss = logits_TE.new_zeros(())
+        balance = z = logits_TE.new_zeros(())
         if self.balance_loss:
-            aux_loss = aux_loss + self.balance_loss * self._balance(logits_TE, expert_TK, num_rows)
+            balance = self.balance_loss * self._balance(logits_TE, expert_TK, num_rows)
         if self.z_loss:
-            aux_loss = aux_loss + self.z_loss * torch.logsumexp(logits_TE, dim=-1).square().sum()
-        return Routes(expert_TK=expert_TK, gate_TK=gate_TK, load_E=load_E, aux_loss=aux_loss)
+            z = self.z_loss * torch.logsumexp(logits_TE, dim=-1).square().sum()
+        return Routes(expert_TK=expert_TK, gate_TK=gate_TK, load_E=load_E, aux_loss=torch.stack((balance, z)))
 
     def _balance(self, logits_TE: Tensor, expert_TK: Tensor, num_rows: int) -> Tensor:
         """Sum over sequences of their length times sum_e f_e P_e; 1 a token when the load is even."""

@@ -29,7 +29,8 @@ class StepResult:
 
     Attributes:
         loss: cross entropy, nats a token.
-        aux_loss: weighted balance and z-losses of the routers, a token.
+        balance_loss: weighted balance loss of the routers, a token.
+        router_z_loss: weighted z-loss of the routers, a token.
         z_loss: weighted z-loss of the head, a token.
         mtp_loss: cross entropy of the further tokens of multi-token prediction, nats a token; 0 without it.
         grad_norm: global, before clipping.
@@ -40,7 +41,8 @@ class StepResult:
     """
 
     loss: float
-    aux_loss: float
+    balance_loss: float
+    router_z_loss: float
     z_loss: float
     mtp_loss: float
     grad_norm: float
@@ -63,14 +65,15 @@ def train_step(parts: Parts, batch: Batch, *, config: Config) -> StepResult:
         watch.lap("forward")
         ((output.loss_sum + output.aux_loss) / batch.num_targets).backward()
         watch.lap("backward")
-        sums.append(torch.stack([output.loss_sum.detach(), output.aux_loss.detach(), output.z_loss, output.mtp_loss]))
+        losses = (output.loss_sum.detach(), output.balance_loss, output.router_z_loss, output.z_loss, output.mtp_loss)
+        sums.append(torch.stack(losses))
         for layer, stats in enumerate(output.router_stats):
             load_LE[layer] += stats.load_E
 
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     totals = torch.stack(sums).sum(dim=0) / batch.num_targets
     figures = torch.cat([totals.double(), gradient_norm(gradients).double().view(1)])
-    loss, aux_loss, z_loss, mtp_loss, norm = figures.tolist()  # the step's one wait for the device
+    loss, balance_loss, router_z_loss, z_loss, mtp_loss, norm = figures.tolist()  # the step's one wait for the device
 
     rate = learning_rate(config, step=batch.step)
     skipped = "" if math.isfinite(loss) and math.isfinite(norm) else f"loss {loss}, gradient norm {norm}"
@@ -84,7 +87,8 @@ def train_step(parts: Parts, batch: Batch, *, config: Config) -> StepResult:
     watch.lap("optimizer")
     return StepResult(
         loss=loss,
-        aux_loss=aux_loss,
+        balance_loss=balance_loss,
+        router_z_loss=router_z_loss,
         z_loss=z_loss,
         mtp_loss=mtp_loss,
         grad_norm=norm,

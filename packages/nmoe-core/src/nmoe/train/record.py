@@ -95,8 +95,11 @@ class Recorder:
             values["train/z_loss"] = result.z_loss
         if config.model.mtp_depth:
             values["train/mtp_loss"] = result.mtp_loss
+        if config.moe.balance_loss and health:
+            values["train/balance_loss"] = result.balance_loss
+        if config.moe.z_loss and health:
+            values["train/router_z_loss"] = result.router_z_loss
         if health:
-            values |= self._aux_losses(result.aux_loss)
             values["router/overload"] = 1.0  # one rank holds all experts
             self._router(step, health)
         self._metrics.log(step, values)
@@ -119,13 +122,6 @@ class Recorder:
                 )
             ),
         )
-
-    def _aux_losses(self, aux_loss: float) -> dict[str, float]:
-        """The routers' losses by name; the model gives their sum, so neither is recorded where both are on."""
-        moe = self._config.moe
-        if bool(moe.balance_loss) == bool(moe.z_loss):
-            return {}
-        return {"train/balance_loss" if moe.balance_loss else "train/router_z_loss": aux_loss}
 
     def _router(self, step: int, health: RouterHealth) -> None:
         routers = self._parts.model.routers()

@@ -2,10 +2,12 @@
 """FLOP of a token, the device's peak, and what memory the process holds: the formulas behind every speed that is shown.
 
 Model FLOP utilisation (MFU) counts what the model needs, not what the device did: 6 FLOP a token for each active weight
-of a matrix product (2 forward, 4 backward), and attention over half the sequence, since it is causal. Recomputation
+of a matrix product (2 forward, 4 backward), and attention over the keys before the query (in its window, where the layer
+has one). Multi-token prediction counts as what it is: further layers, and the head once more a depth. Recomputation
 and padding add nothing, and document masks subtract nothing.
 """
 
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +15,10 @@ from pathlib import Path
 import torch
 
 from nmoe.config import Config
-from nmoe.model.params import count_parameters
+from nmoe.model.attention import window_of
+from nmoe.model.params import count_parameters, parameter_shapes
 
-__all__ = ["Peak", "device_peak", "flop_per_token", "gpu_peak_bytes", "host_rss_bytes", "model_flop_per_token"]
+__all__ = ["Peak", "device_peak", "flop_per_token", "gpu_peak_bytes", "host_rss_bytes"]
 
 # Dense bf16 tensor-core peak in TFLOP/s, by a part of the device's name; first match. Source: NVIDIA's data sheets of
 # the SXM modules (dense is half of the figure printed there for sparse matrices).
@@ -36,27 +39,27 @@ class Peak:
     origin: str
 
 
-def model_flop_per_token(config: Config, *, active_parameters: int) -> float:
+def flop_per_token(config: Config) -> float:
     """FLOP of a forward and backward pass, a token.
 
-    Args:
-        config: dimensions.
-        active_parameters: those that take part in one token, the embedding's rows among them.
-
     Source: Kaplan et al. 2020, arXiv:2001.08361 section 2.1 (6 N); Chowdhery et al. 2022, arXiv:2204.02311 appendix B
-        (attention), halved for the causal mask.
+        (attention).
     """
     model, attention = config.model, config.attention
-    lookup = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
-    products = 6.0 * (active_parameters - lookup)
+    vectors = sum(math.prod(shape) for shape in parameter_shapes(config).values() if len(shape) == 1)
+    table = model.vocab_size * model.hidden_size
+    heads = model.mtp_depth * table - (0 if model.tie_embeddings else table)  # the embedding's rows are looked up
+    products = 6.0 * (count_parameters(config)[1] - vectors + heads)
     width = attention.num_heads * (attention.qk_head_dim + attention.v_head_dim)
-    scores = 6.0 * model.num_layers * width * config.data.seq_len / 2
-    return products + scores
+    keys = sum(_keys_seen(config, layer) for layer in range(model.num_layers + model.mtp_depth))
+    return products + 6.0 * width * keys
 
 
-def flop_per_token(config: Config) -> float:
-    """`model_flop_per_token` with the parameters counted from the dimensions."""
-    return model_flop_per_token(config, active_parameters=count_parameters(config)[1])
+def _keys_seen(config: Config, layer: int) -> float:
+    """Keys that a query of a layer sees, mean over a sequence that is one document."""
+    length = config.data.seq_len
+    window = min(window_of(config, layer) or length, length)
+    return window - window * window / (2 * length)
 
 
 def device_peak(device: torch.device, dtype: torch.dtype) -> Peak:
