@@ -11,7 +11,8 @@ from nmoe.config import Moe
 from nmoe.errors import ConfigError
 from nmoe.model.mlp import MLP
 from nmoe.ops import registry
-from nmoe.rdep.layer import MoE, _RoutedExperts
+from nmoe.rdep.layer import MoE
+from nmoe.rdep.one_rank import ExpertsHere
 from nmoe.rdep.plan import owned_experts
 
 D, F_, E = 12, 10, 6
@@ -139,11 +140,9 @@ def test_moe_saves_rows_preactivations_and_metadata_only():
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        _RoutedExperts.apply(
-            x, routes.gate_TK, layer.experts.w13, layer.experts.w2, routes.expert_TK, layer.experts.owned
-        )
+        ExpertsHere.apply(x, routes.gate_TK, layer.experts.w13, layer.experts.w2, routes.expert_TK)
     slots = 64 * 3
-    rows, preact, metadata = 64 * D * 2, slots * 2 * F_ * 2, slots * 4 * 4 + (E + 1) * 4
+    rows, preact, metadata = 64 * D * 2, slots * 2 * F_ * 2, slots * 3 * 4 + (E + 1) * 4
     assert sum(saved.values()) == rows + preact + metadata
 
 

@@ -28,5 +28,7 @@ DIMS: Mapping[str, str] = MappingProxyType(
         "P": "ranks of the expert-parallel group",
         "R": "rows received by this rank",
         "S": "assignments (row-expert slots); T*K on one rank",
+        "M": "words (int32) of the record that travels with a row",
+        "O": "owners of one token: at most min(K, P)",
     }
 )

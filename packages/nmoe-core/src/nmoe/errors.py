@@ -5,7 +5,15 @@ A command line prints such an error as one line and exits with 2; everything els
 keeps its traceback. A message says where, what was found, what was expected and what to do.
 """
 
-__all__ = ["CheckpointError", "ConfigError", "DataError", "EnvironmentFault", "FormatError", "NmoeError"]
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "EnvironmentFault",
+    "FormatError",
+    "NmoeError",
+    "PeerFault",
+]
 
 
 class NmoeError(Exception):
@@ -30,3 +38,7 @@ class CheckpointError(NmoeError):
 
 class EnvironmentFault(NmoeError):
     """This machine lacks a package, a device or a permission that the command needs."""
+
+
+class PeerFault(NmoeError):
+    """Another rank of the expert-parallel group died, hangs, or sent something else than it announced."""

@@ -30,7 +30,8 @@ class Block(nn.Module):
         else:
             width = moe.num_shared_experts * moe.expert_size
             shared = MLP(hidden_size=D, ffn_size=width, dtype=dtype) if width else None
-            self.mlp, self.moe = None, MoE(hidden_size=D, config=moe, comm=comm, shared=shared, dtype=dtype)
+            self.mlp = None
+            self.moe = MoE(hidden_size=D, config=moe, comm=comm, shared=shared, dtype=dtype, layer=index)
 
     def _add(self, x_TD: Tensor, out_TD: Tensor) -> Tensor:
         return torch.add(x_TD, out_TD, alpha=self.scale)

@@ -23,6 +23,8 @@ from nmoe.model.mtp import Depth, following, mtp_weight
 from nmoe.model.rope import tables
 from nmoe.ops import attention
 from nmoe.ops.cross_entropy import IGNORED, linear_cross_entropy
+from nmoe.rdep.exchange import Exchange
+from nmoe.rdep.layer import MoE
 from nmoe.rdep.router import Router
 
 __all__ = ["IGNORED", "ModelOutput", "RouterStats", "Transformer", "compute_dtype", "master_dtype"]
@@ -102,6 +104,12 @@ class Transformer(nn.Module):
     def head_weight(self) -> Tensor:
         """[V, D]: the output head, which may be the embedding."""
         return self.embed if self.config.model.tie_embeddings else self.head
+
+    def connect(self, exchange: Exchange) -> None:
+        """Let the layers reach the experts of other ranks."""
+        for module in self.modules():
+            if isinstance(module, MoE):
+                module.exchange = exchange
 
     def routers(self) -> dict[int, Router]:
         """Layer index -> router of each MoE layer; multi-token prediction counts on after the last layer."""

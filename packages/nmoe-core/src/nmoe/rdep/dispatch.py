@@ -1,36 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transfers from the source of a token to the owners of its experts: rows forward, gradients of the output backward.
 
-With one rank, source and owner are the same and nothing is copied: the experts read the rows where they are.
+In backward the rows of x travel once more, to the places that they had in forward: keeping them would cost an owner up
+to P x T_max rows a layer.
 """
-
-from dataclasses import dataclass
 
 from torch import Tensor
 
+from nmoe.comm.remote import Phase
+from nmoe.ops import push, receive
+from nmoe.ops.receive import Arrivals
+from nmoe.rdep.exchange import Exchange
 from nmoe.rdep.plan import Plan
 
-__all__ = ["Rows", "dispatch", "dispatch_gradient"]
+__all__ = ["dispatch", "dispatch_gradient"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rows:
-    """What an owner received."""
+def dispatch(
+    x_TD: Tensor, gate_TK: Tensor, expert_TK: Tensor, plan: Plan, *, exchange: Exchange, layer: int
+) -> tuple[Tensor, Arrivals]:
+    """Send each row, with its choices and gates, to the owners of its experts.
 
-    x_RD: Tensor
-    """Rows, in (source rank, token) order."""
-    expert_RK: Tensor
-    """int32: local ids of the row's experts here; -1 where the choice is another rank's."""
-    gate_RK: Tensor
-    """fp32 (fp64 in reference mode): gates of those choices."""
+    Returns:
+        x_RD: the rows that arrived, in (source rank, token) order, in shared memory: valid until the next meeting.
+        What to do with them.
+    """
+    kernels = push.kernels()
+    kernels.push(x_TD, plan.sends, plan.count_PP2, rows=exchange.rows)
+    kernels.push_records(
+        expert_TK,
+        gate_TK,
+        plan.sends,
+        plan.count_PP2,
+        exchange.board,
+        experts_per_rank=exchange.experts_per_rank,
+        records=exchange.records,
+    )
+    exchange.meet(layer, Phase.DISPATCH)
+    arrivals = receive.kernels().receive(
+        exchange.records.local,
+        plan.count_PP2,
+        exchange.board,
+        gate_like=gate_TK,
+        top_k=gate_TK.shape[1],
+        layer=layer,
+    )
+    return exchange.rows.local, arrivals
 
 
-def dispatch(x_TD: Tensor, gate_TK: Tensor, plan: Plan) -> Rows:
-    """Send each row, with its choices and gates, to the owners of its experts."""
-    return Rows(x_RD=x_TD, expert_RK=plan.expert_TK, gate_RK=gate_TK)
+def dispatch_gradient(
+    x_TD: Tensor, dout_TD: Tensor, plan: Plan, *, exchange: Exchange, layer: int
+) -> tuple[Tensor, Tensor]:
+    """Send each row, and the gradient of its output, the way that the row went.
 
-
-def dispatch_gradient(dout_TD: Tensor, plan: Plan) -> Tensor:
-    """Send the gradient of each row's output the way that the row went; dout_RD."""
-    del plan  # one rank: the rows are where they are needed
-    return dout_TD
+    Returns:
+        x_RD and dout_RD, in shared memory: valid until the next meeting.
+    """
+    kernels = push.kernels()
+    kernels.push(x_TD, plan.sends, plan.count_PP2, rows=exchange.rows)
+    kernels.push(dout_TD, plan.sends, plan.count_PP2, rows=exchange.gradients)
+    exchange.meet(layer, Phase.DISPATCH_GRADIENT)
+    return exchange.rows.local, exchange.gradients.local

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from nmoe.ops import grouped_gemm
 from nmoe.ops.group import Groups
-from nmoe.rdep.dispatch import Rows
 
 __all__ = ["Experts", "experts_backward", "experts_forward"]
 
@@ -37,23 +36,32 @@ class Experts(nn.Module):
 
     def forward(self, routed: Callable[..., Tensor], x_TD: Tensor, gate_TK: Tensor, expert_TK: Tensor) -> Tensor:
         """`routed` with the weights; a call of this module, so that what shards them over ranks can gather them for it."""
-        return routed(x_TD, gate_TK, self.w13, self.w2, expert_TK, self.owned)
+        return routed(x_TD, gate_TK, self.w13, self.w2, expert_TK)
 
 
-def experts_forward(rows: Rows, w13_X2FD: Tensor, w2_XDF: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+def experts_forward(x_RD: Tensor, w13_X2FD: Tensor, w2_XDF: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
     """Results of all assignments, without gates.
 
     Returns:
         y_SD in the rows' dtype, and the pre-activations preact_S2F, all that backward needs beside the rows.
     """
-    kernels, dtype = grouped_gemm.kernels(), rows.x_RD.dtype
-    preact_S2F, act_SF = kernels.up(rows.x_RD, w13_X2FD.to(dtype), groups.index_S, groups.offset_X)
+    kernels, dtype = grouped_gemm.kernels(), x_RD.dtype
+    preact_S2F, act_SF = kernels.up(x_RD, w13_X2FD.to(dtype), groups.index_S, groups.offset_X)
     return kernels.down(act_SF, w2_XDF.to(dtype), groups.offset_X), preact_S2F
 
 
 def experts_backward(
-    dout_RD: Tensor, x_RD: Tensor, preact_S2F: Tensor, w13_X2FD: Tensor, w2_XDF: Tensor, groups: Groups
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dout_RD: Tensor,
+    x_RD: Tensor,
+    preact_S2F: Tensor,
+    w13_X2FD: Tensor,
+    w2_XDF: Tensor,
+    groups: Groups,
+    *,
+    dw13_X2FD: Tensor,
+    dw2_XDF: Tensor,
+    accumulate: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Gradients of all assignments and of the weights.
 
     Args:
@@ -63,17 +71,19 @@ def experts_backward(
         w13_X2FD: Master values.
         w2_XDF: Master values.
         groups: Of the forward.
+        dw13_X2FD: Takes the gradient of w13; usually in the masters' dtype.
+        dw2_XDF: Takes the gradient of w2.
+        accumulate: Add to what is there.
 
     Returns:
-        dx_SD and dgate_S per assignment; dw13_X2FD and dw2_XDF in the masters' dtype.
+        dx_SD and dgate_S, per assignment.
     """
     kernels, dtype = grouped_gemm.kernels(), x_RD.dtype
     index_S, offset_X = groups.index_S, groups.offset_X
     dpreact_S2F, gated_act_SF, dgate_S = kernels.gated_backward(
         dout_RD, w2_XDF.to(dtype), preact_S2F, groups.gate_S, index_S, offset_X
     )
-    dw2_XDF, dw13_X2FD = torch.empty_like(w2_XDF), torch.empty_like(w13_X2FD)
-    kernels.dw2(dout_RD, gated_act_SF, index_S, offset_X, out_XDF=dw2_XDF)
+    kernels.dw2(dout_RD, gated_act_SF, index_S, offset_X, out_XDF=dw2_XDF, accumulate=accumulate)
     del gated_act_SF
-    kernels.dw13(x_RD, dpreact_S2F, index_S, offset_X, out_X2FD=dw13_X2FD)
-    return kernels.dx(dpreact_S2F, w13_X2FD.to(dtype), offset_X), dgate_S, dw13_X2FD, dw2_XDF
+    kernels.dw13(x_RD, dpreact_S2F, index_S, offset_X, out_X2FD=dw13_X2FD, accumulate=accumulate)
+    return kernels.dx(dpreact_S2F, w13_X2FD.to(dtype), offset_X), dgate_S

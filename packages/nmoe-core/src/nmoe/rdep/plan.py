@@ -10,21 +10,23 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nmoe.comm.communicator import Communicator
+from nmoe.comm.remote import Phase
 from nmoe.errors import ConfigError
+from nmoe.ops import plan as plan_op
+from nmoe.ops.plan import Sends
+from nmoe.rdep.exchange import Exchange
 
 __all__ = ["Plan", "make_plan", "owned_experts"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Destination of each row of one forward."""
+    """The way of every row of one forward."""
 
-    expert_TK: Tensor
-    """int32: global id of each chosen expert."""
-    num_local_experts: int
-    """X = E / P."""
-    num_slots: int
-    """S: assignments that this rank must be able to hold."""
+    sends: Sends
+    """Rows of this rank."""
+    count_PP2: Tensor
+    """int32: rows and assignments from each rank to each; a copy, because the next forward overwrites the table."""
 
 
 def owned_experts(num_experts: int, comm: Communicator) -> range:
@@ -39,11 +41,14 @@ def owned_experts(num_experts: int, comm: Communicator) -> range:
     return range(comm.rank * share, (comm.rank + 1) * share)
 
 
-def make_plan(expert_TK: Tensor, *, owned: range) -> Plan:
-    """Plan the way of T rows to the owners of their K experts.
+def make_plan(expert_TK: Tensor, *, exchange: Exchange, layer: int) -> Plan:
+    """Plan the way of T rows to the owners of their K experts, and learn the plans of all ranks.
 
     Args:
         expert_TK: int32 global expert ids.
-        owned: Experts of this rank; here all of them.
+        exchange: Between the owners.
+        layer: For messages.
     """
-    return Plan(expert_TK=expert_TK, num_local_experts=len(owned), num_slots=expert_TK.numel())
+    sends = plan_op.kernels().plan(expert_TK, experts_per_rank=exchange.experts_per_rank, count=exchange.count)
+    exchange.meet(layer, Phase.COUNTS)
+    return Plan(sends=sends, count_PP2=exchange.count.local.clone())

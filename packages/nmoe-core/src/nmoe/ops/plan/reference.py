@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain torch meaning of the plan: a running count down each column of the table of who needs which token."""
+
+import torch
+from torch import Tensor
+
+from nmoe.comm.remote import Remote
+from nmoe.ops.plan import Sends
+
+__all__ = ["plan"]
+
+
+def plan(expert_TK: Tensor, *, experts_per_rank: int, count: Remote) -> Sends:
+    owner_TK = expert_TK.to(torch.int64) // experts_per_rank
+    assignments_TP = torch.zeros(expert_TK.shape[0], count.size, dtype=torch.int64, device=expert_TK.device)
+    assignments_TP.scatter_add_(1, owner_TK, torch.ones_like(owner_TK))
+    goes_TP = assignments_TP > 0
+    row_TP = torch.where(goes_TP, goes_TP.cumsum(dim=0) - 1, -1).to(torch.int32)
+    count_P2 = torch.stack([goes_TP.sum(dim=0), assignments_TP.sum(dim=0)], dim=1).to(torch.int32)
+    for table in count.views:
+        table[count.rank] = count_P2
+    return Sends(row_TP=row_TP)

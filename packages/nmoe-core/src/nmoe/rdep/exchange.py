@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory through which all layers exchange rows: one symmetric buffer, cut into areas.
+
+========  ================  ==================================================================
+area      at each rank      written by
+========  ================  ==================================================================
+flag      [P]               every rank: its epoch
+count     [P, P, 2]         every rank: what it sends to each
+rows      [P * T_max, D]    sources: rows of x
+gradients [P * T_max, D]    sources: gradients of the layer's output
+records   [P * T_max, M]    sources: what to do with a row
+results   [O, T_max, D]     owners: their sums for a token
+values    [T_max, K]        owners: gradients of gates
+========  ================  ==================================================================
+
+One copy serves all layers and both directions, because all ranks meet between any two uses of an area (docs/rdep.md).
+At P=8, T_max=8192, D=7168, K=8 in bf16 it is 2.7 GiB.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nmoe.comm.communicator import Communicator
+from nmoe.comm.remote import Board, Phase, Remote
+from nmoe.errors import ConfigError
+from nmoe.ops import meet
+from nmoe.ops.push import record_words
+
+__all__ = ["Exchange", "Rounds"]
+
+_ALIGN = 256  # bytes: of an area's start, so that bulk copies and 16-byte stores are aligned
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rounds:
+    """How an owner that cannot hold all assignments at once takes them in turn.
+
+    Rows always fit; what is bounded is the memory of the experts' activations. A row's round is the number of
+    assignments before it, divided by ``budget``; all its assignments fall into that round.
+    """
+
+    num_slots: int
+    """S: assignments that the activations have room for."""
+    budget: int
+    """Assignments that may start in one round: S - (K here) + 1, so that those of its last row still fit."""
+    num_rounds: int
+    """Rounds that the worst routing needs; the host launches all of them."""
+
+    @classmethod
+    def of(cls, *, worst: int, wanted: int, per_row: int) -> "Rounds":
+        """Rounds for at most ``worst`` assignments, ``per_row`` a row, of which about ``wanted`` fit at once."""
+        num_slots = min(worst, max(wanted, per_row))
+        if num_slots >= worst:
+            return cls(num_slots=num_slots, budget=max(worst, 1), num_rounds=1)
+        budget = num_slots - per_row + 1
+        return cls(num_slots=num_slots, budget=budget, num_rounds=-(-worst // budget))
+
+
+class Exchange:
+    """What the layers of one model share across the ranks of their experts.
+
+    Collective: all ranks make it with the same arguments, before the first layer runs.
+
+    Args:
+        comm: The ranks.
+        tokens: T_max: most tokens that a rank brings to one call of a layer; a call may bring fewer, or none.
+        hidden_size: D.
+        num_experts: E.
+        top_k: K.
+        dtype: Of the rows; gates are fp32, fp64 where the rows are.
+        capacity: Assignments that a rank has room for at once, as a multiple of the balanced load T_max * K. More come
+            in further rounds; none is dropped.
+        exact: Read the number of assignments to the host in each layer and take just that room, in one round.
+        timeout_s: How long to wait for a peer before it counts as lost.
+
+    Raises:
+        ConfigError: The ranks do not divide the experts, or an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        *,
+        tokens: int,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        dtype: torch.dtype,
+        capacity: float = 2.0,
+        exact: bool = False,
+        timeout_s: float = 60.0,
+    ) -> None:
+        if num_experts % comm.size:
+            raise ConfigError(
+                f"moe.num_experts = {num_experts} is not divisible by the {comm.size} expert-parallel ranks"
+            )
+        if capacity <= 0:
+            raise ConfigError(f"rdep.capacity = {capacity} must be above 0")
+        self.comm, self.tokens, self.exact = comm, tokens, exact
+        self.experts_per_rank = num_experts // comm.size
+        self.gate_dtype = torch.promote_types(dtype, torch.float32)
+        per_row = min(top_k, self.experts_per_rank)
+        rows = comm.size * tokens
+        self.rounds = Rounds.of(worst=rows * per_row, wanted=math.ceil(capacity * tokens * top_k), per_row=per_row)
+
+        words = record_words(top_k=top_k, gate_dtype=self.gate_dtype)
+        areas: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "flag": ((comm.size,), torch.int64),
+            "count": ((comm.size, comm.size, 2), torch.int32),
+            "rows": ((rows, hidden_size), dtype),
+            "gradients": ((rows, hidden_size), dtype),
+            "records": ((rows, words), torch.int32),
+            "results": ((min(top_k, comm.size), tokens, hidden_size), dtype),
+            "values": ((tokens, top_k), self.gate_dtype),
+        }
+        cut = _cut(areas)
+        self.nbytes = cut.pop("end")
+        """Symmetric memory of each rank."""
+        memory = comm.symmetric("rdep", nbytes=self.nbytes)
+        remote = {
+            name: Remote.of(memory, rank=comm.rank, offset=cut[name], shape=shape, dtype=dtype)
+            for name, (shape, dtype) in areas.items()
+        }
+        self.count, self.rows, self.gradients = remote["count"], remote["rows"], remote["gradients"]
+        self.records, self.results, self.values = remote["records"], remote["results"], remote["values"]
+        epoch_1 = torch.zeros(1, dtype=torch.int64, device=comm.device)
+        self.board = Board(flag=remote["flag"], epoch_1=epoch_1, timeout_s=timeout_s)
+        comm.barrier()
+
+    def rounds_for(self, count_PP2: Tensor) -> Rounds:
+        """Rounds of one call: those of the capacity or, if so asked, one round of the size that arrived."""
+        if not self.exact:
+            return self.rounds
+        slots = int(count_PP2[:, self.comm.rank, 1].sum())  # waits for the device
+        return Rounds(num_slots=slots, budget=max(slots, 1), num_rounds=1)
+
+    def meet(self, layer: int, phase: Phase) -> None:
+        """Let all ranks come to the same point; see `nmoe.ops.meet`."""
+        meet.kernels().meet(self.board, layer=layer, phase=phase)
+
+
+def _cut(areas: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, int]:
+    """Where each area starts, in bytes; under "end" the size of all."""
+    cut, at = {}, 0
+    for name, (shape, dtype) in areas.items():
+        cut[name] = at
+        at += -(-dtype.itemsize * math.prod(shape) // _ALIGN) * _ALIGN
+    return cut | {"end": at}
