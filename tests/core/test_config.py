@@ -70,7 +70,7 @@ def refusal(*overrides: str, text: str = TINY) -> str:
         ("top_k =", "topk =", "tiny.toml: unknown key moe.topk; did you mean moe.top_k?"),
         ("learning_rate =", "learning_rat =", "tiny.toml: unknown key optim.learning_rat; did you mean optim.learning_rate?"),
         ("[optim]", "[optimizer]", "tiny.toml: unknown section optimizer; did you mean optim?"),
-        ("steps = 10", "zzz = 10", "tiny.toml: unknown key train.zzz; known: steps, batch_size,"),
+        ("steps = 10", "zzz = 10", "tiny.toml: unknown key train.zzz; known: steps, tokens,"),
         ('["shards"]', '[{path = "a", wait = 2}]', "unknown key data.train[0].wait; did you mean data.train[0].weight?"),
         ("[model]", "steps = 3\n[model]", "tiny.toml: unknown section steps; "),
     ],
@@ -86,7 +86,8 @@ def test_unknown_key_in_an_override_names_the_override():
 
 def test_missing_key_and_section_are_named_with_what_fits():
     assert (
-        refusal(text=TINY.replace("steps = 10\n", "")) == "tiny.toml: train.steps is missing; expected an integer >= 1"
+        refusal(text=TINY.replace("batch_size = 4\nmicro", "micro"))
+        == "tiny.toml: train.batch_size is missing; expected an integer >= 1"
     )
     assert "checkpoint.every is missing" in refusal(text=TINY.replace("[checkpoint]\nevery = 5\n", ""))
     assert refusal(text="model = 3\n" + TINY.replace("[model]", "[run]", 1).split("[attention]")[0]).startswith(
@@ -98,13 +99,13 @@ def test_missing_key_and_section_are_named_with_what_fits():
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
-        ("train.steps", "true", "an integer >= 1"),
-        ("train.steps", "1.0", "an integer >= 1"),
-        ("train.steps", '"8"', "an integer >= 1"),
-        ("train.steps", "0", "an integer >= 1"),
-        ("train.steps", "-3", "an integer >= 1"),
-        ("train.steps", "[3]", "an integer >= 1"),
-        ("train.steps", str(1 << 63), "an integer >= 1"),
+        ("train.steps", "true", "an integer >= 0"),
+        ("train.steps", "1.0", "an integer >= 0"),
+        ("train.steps", '"8"', "an integer >= 0"),
+        ("train.batch_size", "0", "an integer >= 1"),
+        ("train.steps", "-3", "an integer >= 0"),
+        ("train.steps", "[3]", "an integer >= 0"),
+        ("train.steps", str(1 << 63), "an integer >= 0"),
         ("run.seed", "-1", "an integer >= 0"),
         ("attention.qk_rope_head_dim", "1", "an integer >= 2"),
         ("optim.learning_rate", "nan", "a number > 0"),
@@ -137,7 +138,7 @@ def test_wrong_type_or_range_is_refused_with_what_fits(key, value, expected):
 
 def test_values_in_the_file_are_checked_like_overrides():
     assert refusal(text=TINY.replace("steps = 10", "steps = true")) == (
-        "tiny.toml: train.steps = true: expected an integer >= 1"
+        "tiny.toml: train.steps = true: expected an integer >= 0"
     )
     assert "run.name = 5: expected a text" in refusal(text=TINY + "[run]\nname = 5\n")
     with pytest.raises(ConfigError, match=r"run\.root = .*: expected a text"):
@@ -167,6 +168,8 @@ def test_values_in_the_file_are_checked_like_overrides():
         (["train.micro_batch_size=3"], "train.micro_batch_size = 3 does not divide train.batch_size = 4"),
         (["data.val=", "train.eval_every=2"], "no effect without data.val"),
         (["schedule.kind=cosine", "schedule.decay_steps=2"], 'no effect with schedule.kind = "cosine"'),
+        (["schedule.kind=linear", "schedule.decay_steps=2"], 'no effect with schedule.kind = "linear"'),
+        (["optim.momentum=0.9"], 'have no effect with optim.kind = "adamw"'),
         (["schedule.warmup_steps=8", "schedule.decay_steps=3"], "together exceed train.steps = 10"),
         (["train.dtype=fp64", "optim.moment_dtype=bf16"], 'contradicts train.dtype = "fp64"'),
         (["run.name=a/b"], 'run.name = "a/b" is not a plain folder name'),
@@ -208,7 +211,7 @@ def test_malformed_override_shows_the_form(override):
 
 
 def test_override_that_is_not_toml_says_what_fits():
-    assert refusal("train.steps=many") == "--set train.steps=many: 'many' is not a TOML value; expected an integer >= 1"
+    assert refusal("train.steps=many") == "--set train.steps=many: 'many' is not a TOML value; expected an integer >= 0"
     assert "expected a list, each a path" in refusal("data.train=shards")
     assert "is not a TOML value" in refusal("train.steps=" + 5000 * "9")
 

@@ -124,6 +124,7 @@ CHANGES: dict[str, tuple[list[str], str]] = {
     "data.val": ([], "{data}/a"),
     "data.builtin": (["train.eval_batches=1"], "python-docs"),
     "train.steps": ([], "4"),
+    "train.tokens": ([], "500"),
     "train.batch_size": ([], "6"),
     "train.micro_batch_size": ([], "4"),
     "train.dtype": ([], "bf16"),
@@ -151,6 +152,8 @@ CHANGES: dict[str, tuple[list[str], str]] = {
     "optim.expert_decay": ([], "5.0"),
     "optim.moment_dtype": ([], "bf16"),
     "schedule.warmup_steps": ([], "2"),
+    "schedule.warmup_tokens": (["schedule.warmup_steps=0"], "200"),
+    "schedule.decay_tokens": (["schedule.decay_steps=0"], "200"),
     "schedule.kind": (["schedule.decay_steps=0"], "cosine"),
     "schedule.decay_steps": ([], "2"),
     "schedule.final_ratio": ([], "0.5"),
@@ -163,6 +166,7 @@ CHANGES: dict[str, tuple[list[str], str]] = {
 }
 # What has to be given up beside a change, where the two contradict each other.
 BESIDE = {
+    "train.tokens": ["train.steps=0"],
     "attention.kind": ["attention.kv_lora_rank=0", "attention.num_kv_heads=2"],
     "data.builtin": ["data.train=[]", "data.val="],
     "rope.scaling": YARN[1:],

@@ -2,15 +2,10 @@
 """Muon against the singular value decomposition, against PyTorch's own, on shards, and resumed."""
 
 import math
-import subprocess
-import sys
 from collections.abc import Mapping
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from nmoe.config import Optim
 from nmoe.model.params import parameter_shapes
@@ -170,37 +165,3 @@ def test_paces_are_what_the_update_uses():
         optimizer.step(learning_rate=1e-2)
         found = [math.log1p(float(p.detach()[0, 0]) - 1.0) for p in named.values()]
         assert found == pytest.approx([-2e-3, -3e-3, -2e-3, -1e-3], rel=1e-2), kind
-
-
-def compare_on_shards(rank: int, folder: str) -> None:
-    """The work of one of two ranks."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
-    config = Optim(learning_rate=RATE, kind="muon")
-    whole = parameters(torch.float64)
-    sharded = {name: torch.nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for name, p in whole.items()}
-    optimizers = [Muon(x.items(), config=config, seed=0, dtype=torch.float64) for x in (whole, sharded)]
-    for step in range(3):
-        for number, (name, p) in enumerate(whole.items()):
-            p.grad = random(*p.shape, seed=10 * step + number)
-            sharded[name].grad = distribute_tensor(p.grad, mesh, [Shard(0)])
-        for optimizer in optimizers:
-            optimizer.step(learning_rate=RATE)
-    for name, p in whole.items():
-        part = sharded[name].data
-        assert isinstance(part, DTensor)
-        assert part.to_local().shape[0] < p.shape[0], name
-        assert torch.equal(part.full_tensor(), p), name
-    dist.destroy_process_group()
-
-
-def test_muon_on_shards_gives_the_bits_of_muon_on_whole_matrices(tmp_path):
-    command = [sys.executable, __file__]
-    ranks = [subprocess.Popen([*command, str(n), str(tmp_path)], stderr=subprocess.PIPE, text=True) for n in range(2)]
-    for process in ranks:
-        _, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err
-
-
-if __name__ == "__main__":
-    compare_on_shards(int(sys.argv[1]), sys.argv[2])

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from nmoe.config.rules import violations
 from nmoe.config.schema import Bound, Config
+from nmoe.config.tokens import in_steps
 from nmoe.errors import ConfigError
 
 __all__ = ["config_from_tables", "describe", "load_config", "parse_config"]
@@ -75,6 +76,10 @@ def config_from_tables(tables: dict[str, Any], *, where: str, name: str, overrid
     config = Config(**sections)
     if not config.run.name:
         config = replace(config, run=replace(config.run, name=name))
+    try:
+        config = in_steps(config)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
     for message in violations(config):
         raise ConfigError(f"{where}: {message}")
     return config

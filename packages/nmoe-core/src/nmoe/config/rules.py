@@ -19,6 +19,7 @@ FREE_KEYS = frozenset(
         "run.name",
         "run.root",
         "train.steps",
+        "train.tokens",
         "train.micro_batch_size",
         "train.log_every",
         "train.eval_every",
@@ -105,8 +106,8 @@ def _run_violations(config: Config) -> Iterator[str]:
         yield f"train.micro_batch_size = {train.micro_batch_size} does not divide train.batch_size = {train.batch_size}"
     if not data.val and not data.builtin and (train.eval_every or train.eval_batches):
         yield "train.eval_every and train.eval_batches have no effect without data.val"
-    if schedule.kind == "cosine" and schedule.decay_steps:
-        yield 'schedule.decay_steps has no effect with schedule.kind = "cosine", which decays from warmup to end'
+    if schedule.kind != "wsd" and schedule.decay_steps:
+        yield f'schedule.decay_steps has no effect with schedule.kind = "{schedule.kind}", which decays from warmup to end'
     if schedule.warmup_steps + schedule.decay_steps > train.steps:
         yield (
             f"schedule.warmup_steps = {schedule.warmup_steps} and schedule.decay_steps = {schedule.decay_steps} "

@@ -226,8 +226,10 @@ class Data:
 class Train:
     """Length of the run, size of a step, precision."""
 
-    steps: Positive
-    """Optimizer steps of the whole run."""
+    steps: Natural = 0
+    """Optimizer steps of the whole run; 0: `tokens` says it."""
+    tokens: Natural = 0
+    """Instead of `steps`: tokens of the whole run, `batch_size * data.seq_len` a step; rounded up to whole steps."""
     batch_size: Positive
     """Sequences a step, over all ranks and accumulated micro batches."""
     micro_batch_size: Positive
@@ -295,14 +297,18 @@ class Optim:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """Learning rate over the steps: linear warmup, then constant-and-linear-decay (wsd) or cosine."""
+    """Learning rate over the run: linear warmup, then constant with a linear decay at the end (wsd), cosine, or linear."""
 
-    warmup_steps: Natural
-    """Steps of the linear rise to the peak."""
-    kind: Literal["wsd", "cosine"] = "wsd"
-    """Shape after the warmup."""
+    kind: Literal["wsd", "cosine", "linear"] = "wsd"
+    """Shape after the warmup; cosine and linear fall from its end to the last step."""
+    warmup_steps: Natural = 0
+    """Steps of the linear rise to the peak; 0: none, or `warmup_tokens` says it."""
+    warmup_tokens: Natural = 0
+    """Instead of `warmup_steps`: the rise in tokens, rounded up to whole steps."""
     decay_steps: Natural = 0
-    """wsd: steps of the linear decay at the end."""
+    """wsd: steps of the linear decay at the end; 0: none, or `decay_tokens` says it."""
+    decay_tokens: Natural = 0
+    """Instead of `decay_steps`: the decay in tokens, rounded up to whole steps."""
     final_ratio: Fraction = 0.1
     """Learning rate after the last step over the peak."""
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from nmoe.config import Optim
 from nmoe.optim.adamw import mixed_seed, round_stochastically
 from nmoe.optim.groups import pace_of
+from nmoe.pieces import local
 
 __all__ = ["COEFFICIENTS", "Muon", "join_matrices", "orthogonalize", "split_matrices"]
 
@@ -57,15 +58,10 @@ def orthogonalize(matrices: Tensor, *, steps: int) -> Tensor:
     return x.mT if tall else x
 
 
-def _local(values: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, or the tensor itself; the same memory."""
-    return values.to_local() if isinstance(values, DTensor) else values
-
-
-def _sharded_like(local: Tensor, like: Tensor) -> Tensor:
+def _sharded_like(mine: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
-        return local
-    return DTensor.from_local(local, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+        return mine
+    return DTensor.from_local(mine, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
 
 
 def _part(whole: Tensor, like: Tensor) -> Tensor:
@@ -124,15 +120,15 @@ class Muon:
 
     def _look_ahead(self, number: int, name: str, gradient: Tensor) -> Tensor:
         """Takes the gradient into the momentum; returns what the momentum will be if the next one is the same."""
-        beta, momentum, local = self._config.momentum, _local(self._momentum[name]), _local(gradient)
+        beta, momentum, mine = self._config.momentum, local(self._momentum[name]), local(gradient)
         if momentum.dtype == torch.bfloat16:
-            moved = momentum.to(local.dtype).mul_(beta).add_(local)
+            moved = momentum.to(mine.dtype).mul_(beta).add_(mine)
             generator = torch.Generator(device=momentum.device)
             generator.manual_seed(mixed_seed(self._seed, self.num_updates, number))
             momentum.copy_(round_stochastically(moved.float(), generator=generator))
         else:
-            moved = momentum.mul_(beta).add_(local)
-        return _sharded_like(torch.add(local, moved, alpha=beta), gradient)
+            moved = momentum.mul_(beta).add_(mine)
+        return _sharded_like(torch.add(mine, moved, alpha=beta), gradient)
 
     def _move(
         self, name: str, parameter: torch.nn.Parameter, update: Tensor, *, learning_rate: float, decay: float
@@ -141,7 +137,7 @@ class Muon:
         whole = update.full_tensor() if isinstance(update, DTensor) else update
         factor = join_matrices(name, self._orthogonal(split_matrices(name, whole)), whole)
         rows, columns = split_matrices(name, whole).shape[-2:]
-        value = _local(parameter)
+        value = local(parameter)
         value.mul_(1.0 - learning_rate * decay)
         value.add_(_part(factor, parameter), alpha=-learning_rate * _RMS * math.sqrt(max(rows, columns)))
 

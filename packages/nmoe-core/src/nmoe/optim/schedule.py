@@ -12,8 +12,8 @@ def learning_rate(config: Config, *, step: int) -> float:
     """Learning rate of one step.
 
     Linear warmup to the peak at step `schedule.warmup_steps`. Then wsd stays at the peak and falls linearly over the
-    last `schedule.decay_steps` steps, while cosine falls all the way; both reach `schedule.final_ratio` of the peak in
-    the last step.
+    last `schedule.decay_steps` steps, while cosine and linear fall all the way; each reaches `schedule.final_ratio` of
+    the peak in the last step. Lengths given in tokens are steps by now (`nmoe.config.tokens`).
 
     Args:
         config: `schedule`, `train.steps` and `optim.learning_rate` are read.
@@ -29,7 +29,8 @@ def learning_rate(config: Config, *, step: int) -> float:
     if schedule.kind == "cosine":
         progress = (step - schedule.warmup_steps) / max(1, steps - schedule.warmup_steps)
         return peak * (final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress))))
-    into_decay = step - (steps - schedule.decay_steps)
+    decay = schedule.decay_steps if schedule.kind == "wsd" else steps - schedule.warmup_steps
+    into_decay = step - (steps - decay)
     if into_decay <= 0:
         return peak
-    return peak * (1.0 - (1.0 - final) * min(1.0, into_decay / schedule.decay_steps))
+    return peak * (1.0 - (1.0 - final) * min(1.0, into_decay / decay))
