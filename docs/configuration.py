@@ -5,6 +5,7 @@
 key's text is the string under its field in `nmoe.config.schema`, its type and range are its annotation.
 """
 
+import argparse
 import ast
 import dataclasses
 import inspect
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nmoe import cli
+from nmoe.checkpoint.cli import checkpoint_parser
 from nmoe.config import Config, Source, schema
 from nmoe.config.load import describe
 from nmoe.config.rules import FREE_KEYS
@@ -70,9 +72,19 @@ def _help(make_parser: typing.Callable[[], Any]) -> str:
     return "\n".join(f"    {line}".rstrip() for line in make_parser().format_help().splitlines())
 
 
+def checkpoint_help() -> str:
+    """Help of `nmoe-checkpoint` and of its verbs."""
+    verbs = next(action for action in checkpoint_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    return "\n\n".join(_help(make) for make in (checkpoint_parser, *((lambda p=p: p) for p in verbs.choices.values())))
+
+
 PARTS = {
     "configuration.md": {"keys": keys, "free keys": free},
-    "operations.md": {"nmoe-train": lambda: _help(cli.train_parser), "nmoe-prep": lambda: _help(cli.prep_parser)},
+    "operations.md": {
+        "nmoe-train": lambda: _help(cli.train_parser),
+        "nmoe-prep": lambda: _help(cli.prep_parser),
+        "nmoe-checkpoint": checkpoint_help,
+    },
 }
 
 

@@ -147,6 +147,10 @@ def test_a_damaged_manifest_is_refused_by_name(tmp_path):
     (path,) = list_checkpoints(tmp_path)
     manifest = path / "manifest.json"
     whole = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(whole | {"step": 11}))
+    with pytest.raises(CheckpointError, match=r"manifest\.json: damaged: SHA-256"):
+        read_checkpoint(path)
+    whole["version"] = 1  # without a checksum of its own
     for spoiled, message in (
         ("{", "manifest.json: cannot be read as JSON"),
         (json.dumps(whole | {"version": 99}), "version 99 is newer"),

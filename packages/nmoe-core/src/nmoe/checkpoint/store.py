@@ -3,12 +3,14 @@
 
     RUN/checkpoints/step-00000100/__0_0.distcp    tensors, written by PyTorch's distributed checkpoint (one file a rank)
     RUN/checkpoints/step-00000100/.metadata       which tensor lies where
-    RUN/checkpoints/step-00000100/manifest.json   step, counters, config; name, size and SHA-256 of every file above
+    RUN/checkpoints/step-00000100/manifest.json   step, counters, config; name, size and SHA-256 of every file above, and
+                                                  its own (taken with zeros in its place)
 
 A checkpoint is built in a hidden folder: files, flushed to the disk, then the manifest, then one rename. A folder of the
 right name without a manifest is therefore never seen, and everything hidden is what a killed process left behind.
 """
 
+import hashlib
 import logging
 import os
 import re
@@ -20,21 +22,23 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.errors import CheckpointError, DataError
-from nmoe.formats.files import inside, read_header, sha256_file, sync_directory, write_json
+from nmoe.formats.files import inside, json_text, read_header, sha256_file, sync_directory, write_json
 
 __all__ = [
     "CheckpointInfo",
     "commit",
     "find_checkpoint",
     "list_checkpoints",
+    "list_folders",
     "prune",
     "read_checkpoint",
     "remove_leftovers",
     "verify",
 ]
 
-FORMAT, VERSION = "nmoe-checkpoint", 1
+FORMAT, VERSION = "nmoe-checkpoint", 2
 MANIFEST = "manifest.json"
+_SEAL, _UNSEALED = "manifest_sha256", "0" * 64
 _NAME = re.compile(r"step-(\d{8,})")
 _log = logging.getLogger(__name__)
 
@@ -84,8 +88,9 @@ def commit(building: Path, target: Path, *, step: int, state: Mapping[str, Any],
         path.name: {"bytes": path.stat().st_size, "sha256": digest} for path, digest in zip(files, hashes, strict=True)
     }
     newest = max(path.stat().st_mtime for path in files)
-    header = {"format": FORMAT, "version": VERSION, "step": step, "written_at": newest, "state": dict(state)}
-    write_json(building / MANIFEST, {**header, "files": entries, "config": dict(config)})
+    header = {"format": FORMAT, "version": VERSION, _SEAL: _UNSEALED, "step": step, "written_at": newest}
+    header |= {"state": dict(state), "files": entries, "config": dict(config)}
+    write_json(building / MANIFEST, {**header, _SEAL: _digest(json_text(header))})
     if target.exists():  # something incomplete of that name
         _delete(target)
     building.rename(target)
@@ -100,6 +105,7 @@ def read_checkpoint(path: Path) -> CheckpointInfo:
     """
     try:
         header = read_header(path / MANIFEST, format_name=FORMAT, version=VERSION, what="a checkpoint")
+        _check_seal(path / MANIFEST, header)
         return CheckpointInfo(
             path=path,
             step=int(header["step"]),
@@ -114,12 +120,33 @@ def read_checkpoint(path: Path) -> CheckpointInfo:
         raise CheckpointError(f"{path / MANIFEST}: incomplete ({type(error).__name__}: {error})") from None
 
 
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def _check_seal(path: Path, header: Mapping[str, Any]) -> None:
+    """Refuses a manifest that is not, byte for byte, what was written; version 1 had no checksum of its own."""
+    if header["version"] == 1:
+        return
+    seal = header[_SEAL]
+    found = _digest(path.read_bytes().decode("utf-8").replace(seal, _UNSEALED, 1))
+    if found != seal:
+        raise CheckpointError(f"{path}: damaged: SHA-256 is {found[:12]}..., the manifest says {seal[:12]}...")
+
+
 def list_checkpoints(directory: Path) -> list[Path]:
     """Folders of the complete checkpoints in `directory`, oldest first; empty where the folder does not exist."""
     if not directory.is_dir():
         return []
     found = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found) if (path / MANIFEST).is_file()]
+
+
+def list_folders(directory: Path) -> list[Path]:
+    """Folders named as checkpoints, complete or not, oldest first, hidden ones (half-written) last."""
+    named = re.compile(r"(\.?)step-(\d{8,})(?:\.tmp|\.old)?")
+    found = [(match[1], int(match[2]), path) for path in directory.iterdir() if (match := named.fullmatch(path.name))]
+    return [path for _, _, path in sorted(found) if path.is_dir()]
 
 
 def find_checkpoint(path: Path) -> CheckpointInfo:

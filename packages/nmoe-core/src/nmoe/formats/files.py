@@ -10,7 +10,7 @@ from typing import Any
 
 from nmoe.errors import DataError, FormatError
 
-__all__ = ["inside", "read_header", "replace_durably", "sha256_file", "sync_directory", "write_json"]
+__all__ = ["inside", "json_text", "read_header", "replace_durably", "sha256_file", "sync_directory", "write_json"]
 
 
 def sync_directory(path: Path) -> None:
@@ -33,10 +33,15 @@ def replace_durably(temporary: Path, target: Path) -> None:
     sync_directory(target.parent)
 
 
+def json_text(value: Mapping[str, Any]) -> str:
+    """`value` as `write_json` writes it."""
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Writes `value` as indented JSON, atomically and durably."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.write_text(json_text(value), encoding="utf-8")
     replace_durably(temporary, path)
 
 
