@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs as processes that are killed, stopped, started again and read from outside while they train."""
 
+import json
+import os
 import random
 import re
+import shlex
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -147,3 +151,46 @@ def test_killed_and_stopped_run_goes_on_bit_for_bit_and_the_store_has_every_step
     assert read_run(run).status == "finished"
     assert {*ids, read_run(run).id} == {read_run(run).id}
     assert not list((run / "checkpoints").glob(".step-*"))
+
+
+def test_full_disk_stops_no_training_and_the_older_checkpoint_stays(uninterrupted, tmp_path, start_train):
+    """A file system of its own for the checkpoints, with room for one; then the same command where there is room."""
+    options = ("train.steps=20", "checkpoint.every=5", "schedule.decay_steps=0")
+    process = start_train(tmp_path, *options, "train.steps=5")
+    finish(process)
+    run, command = tmp_path / "runs" / "tiny", process.args
+    assert isinstance(command, list)
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(record | {"status": "stopped"}))
+    size = sum(path.stat().st_size for path in (run / "checkpoints").rglob("*.*"))
+    script = (
+        f"cp -r runs/tiny/checkpoints kept && mount -t tmpfs -o size={size * 3 // 2} tmpfs runs/tiny/checkpoints"
+        " && cp -r kept/. runs/tiny/checkpoints && {train}; echo status $?; nmoe-checkpoint verify runs/tiny"
+    ).replace("{train}", shlex.join([*command[:-1], "train.steps=20"]))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{Path(command[0]).parent}:{os.environ['PATH']}"}
+    full = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", script],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    if "unshare: " in full.stderr or "mount: " in full.stderr:
+        pytest.skip(f"no file system can be mounted here: {full.stderr.strip()}")
+    assert "status 1\n" in full.stdout, full.stderr
+    assert "checkpoints/step-00000005: whole" in full.stdout
+    assert "step-00000010" not in full.stdout.partition("status 1")[2]
+    assert "step-00000015: checkpoint not written: " in full.stderr
+    assert "training goes on, older checkpoints stay (2 failed so far)" in full.stderr
+    failures = "SELECT step, value FROM metrics WHERE name = 'checkpoint/failures' ORDER BY step"
+    with open_store(run) as store:
+        assert store.execute(failures).fetchall() == [(10, 1), (15, 2), (20, 3)]
+        assert store.execute("SELECT max(step) FROM metrics WHERE name = 'train/loss'").fetchall() == [(20,)]
+    assert read_run(run).status == "failed"
+    _, err = finish(start_train(tmp_path, *options))
+    assert "at step 6 of 20" in err
+    losses = "SELECT step, value FROM metrics WHERE name = 'train/loss' AND step <= 20 ORDER BY step"
+    with open_store(run) as store, open_store(uninterrupted[0]) as reference:
+        assert store.execute(losses).fetchall() == reference.execute(losses).fetchall()
+        assert store.execute(failures).fetchall() == []

@@ -36,6 +36,8 @@ class CheckpointWriter:
         keep: complete checkpoints kept.
         before_commit: called on the thread when the tensors are on disk and the manifest is not: what must survive
             together with the checkpoint is flushed here.
+        on_failure: called on the thread with the step of a checkpoint that could not be written, and how many could not
+            so far.
     """
 
     def __init__(
@@ -45,10 +47,11 @@ class CheckpointWriter:
         config: Mapping[str, Any],
         keep: int,
         before_commit: Callable[[], None] = lambda: None,
+        on_failure: Callable[[int, int], None] = lambda step, failures: None,
     ):
         directory.mkdir(parents=True, exist_ok=True)
         self._directory, self._config, self._keep = directory, config, keep
-        self._before_commit = before_commit
+        self._before_commit, self._on_failure = before_commit, on_failure
         self._staged: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._defect: Exception | None = None
@@ -115,6 +118,7 @@ class CheckpointWriter:
                 "%s; training goes on, older checkpoints stay (%d failed so far)", self.last_error, self.failures
             )
             shutil.rmtree(building, ignore_errors=True)
+            self._on_failure(step, self.failures)
             return
         _log.info("checkpoint %s complete, written in %.1f s", self._directory / name, time.perf_counter() - began)
         try:

@@ -69,6 +69,7 @@ _METRICS = (
     _gauge("speed/optimizer_time", "s", "Time of the step in clipping and the optimizer."),
     _gauge("speed/rank_step_time", "s", "Wall time of the step on one rank."),
     _gauge("speed/checkpoint_time", "s", "Time that training paused for a checkpoint."),
+    _counter("checkpoint/failures", "1", "Checkpoints of the last process that could not be written; older ones stay."),
     _gauge("speed/eval_time", "s", "Time that training paused for an evaluation."),
     _gauge(
         "memory/gpu_peak", "byte", "Largest amount of GPU memory allocated so far in this process, largest over ranks."

@@ -167,6 +167,7 @@ class _Run:
                 config=asdict(config),
                 keep=config.checkpoint.keep,
                 before_commit=metrics.flush,
+                on_failure=lambda step, failures: metrics.log(step, {"checkpoint/failures": failures}),
             )
             stack.callback(checkpoints.wait)
             recorder = Recorder(
