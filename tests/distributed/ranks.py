@@ -136,6 +136,7 @@ def over_shm(work: Callable[..., Any], *arguments: Any) -> Any:
     from nmoe.comm.shm import Shm
 
     dist.init_process_group("gloo")
+    assert dist.group.WORLD is not None
     comm = Shm(dist.group.WORLD)
     result = work(comm, *arguments)
     comm.close()

@@ -41,4 +41,14 @@ class EnvironmentFault(NmoeError):
 
 
 class PeerFault(NmoeError):
-    """Another rank of the expert-parallel group died, hangs, or sent something else than it announced."""
+    """Another rank of the expert-parallel group died, hangs, or sent something else than it announced.
+
+    All ranks end with the same message, that of the rank that noticed first.
+
+    Attributes:
+        heard: Another rank noticed and prints the message; here it would only be said again.
+    """
+
+    def __init__(self, message: str, *, heard: bool = False) -> None:
+        super().__init__(message)
+        self.heard = heard

@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from nmoe.comm.alarm import Alarm
+
 __all__ = ["Communicator", "Symmetric"]
 
 
@@ -42,6 +44,11 @@ class Communicator(Protocol):
     @property
     def device(self) -> torch.device:
         """Where symmetric memory lies."""
+        ...
+
+    @property
+    def alarm(self) -> Alarm | None:
+        """What ends all ranks when one fails; None where a rank is alone, or ranks are on several machines."""
         ...
 
     def symmetric(self, name: str, *, nbytes: int) -> Symmetric:

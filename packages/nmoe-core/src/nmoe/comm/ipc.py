@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from cuda.bindings import runtime  # type: ignore[attr-defined]
 
+from nmoe.comm.alarm import Alarm
 from nmoe.comm.communicator import Symmetric
 from nmoe.comm.foreign import agree, tensor_over
 from nmoe.errors import EnvironmentFault
@@ -90,6 +91,7 @@ class Ipc:
                 f"CUDA IPC: rank {strangers[0]} runs on another machine than rank 0; it maps memory inside one machine only: "
                 'set parallel.ep to the GPUs of a node, or parallel.comm = "nvshmem"'
             )
+        self.alarm = Alarm(group)
 
     def symmetric(self, name: str, *, nbytes: int) -> Symmetric:
         """See `Communicator`.
@@ -145,6 +147,7 @@ class Ipc:
             self.barrier()  # nobody has it mapped any more
             for address in self._own.values():
                 _checked("cudaFree", runtime.cudaFree(address))
+        self.alarm.close()
         self._mapped.clear()
         self._own.clear()
         self._buffers.clear()

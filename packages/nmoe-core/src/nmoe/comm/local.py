@@ -13,6 +13,7 @@ class Local:
 
     rank = 0
     size = 1
+    alarm = None
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)

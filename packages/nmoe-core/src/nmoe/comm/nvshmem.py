@@ -34,6 +34,8 @@ class Nvshmem:
         EnvironmentFault: NVSHMEM does not start on some rank.
     """
 
+    alarm = None
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         # NVLink multicast (NVLS) is not used, and setting it up can leave a node's GPUs out of service.
         os.environ["NVSHMEM_DISABLE_NVLS"] = "1"

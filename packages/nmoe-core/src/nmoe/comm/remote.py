@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nmoe.comm.alarm import Alarm
 from nmoe.comm.communicator import Symmetric
 
 __all__ = ["Board", "Phase", "Remote"]
@@ -74,6 +75,8 @@ class Board:
     goes on counting when it is replayed."""
     timeout_s: float
     """How long to wait for a peer before it counts as lost."""
+    alarm: Alarm | None = None
+    """Where faults are told and heard."""
 
     @property
     def rank(self) -> int:

@@ -1,39 +1,91 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bounded waits of CPU ranks, and the one place where the message of a lost peer is made."""
 
+import os
 import time
+from collections.abc import Callable
 
+import numpy as np
+
+from nmoe.comm.alarm import Alarm
 from nmoe.comm.remote import Board, Phase
 from nmoe.errors import PeerFault
 
-__all__ = ["await_all", "peer_fault"]
+__all__ = ["await_all", "await_barrier", "lost", "peer_fault"]
 
-_SPINS = 64  # polls before the first sleep: a meeting of ranks that run at once takes microseconds
-_SLEEP_S = 50e-6
+_SPINS = 32  # polls before the first sleep: ranks that run at once meet in microseconds
+_SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 500e-6
+_PATIENCE_S = 1800.0
+
+
+def lost(rank: int, peer: int, *, layer: int, phase: Phase, expected: object, seen: object) -> str:
+    """The message for a peer that did not do its part."""
+    where = f"layer {layer}, {phase.name.lower().replace('_', ' ')}"
+    return f"rank {rank}: lost rank {peer} in {where}: expected {expected}, seen {seen}"
 
 
 def peer_fault(board: Board, *, peer: int, layer: int, phase: Phase, expected: object, seen: object) -> PeerFault:
-    """The error for a peer that did not do its part."""
-    return PeerFault(
-        f"rank {board.rank}: lost rank {peer} in layer {layer}, {phase.name.lower().replace('_', ' ')}: "
-        f"expected {expected}, seen {seen}"
-    )
+    """The error to raise for a peer that did not do its part; the other ranks are told."""
+    text = lost(board.rank, peer, layer=layer, phase=phase, expected=expected, seen=seen)
+    return board.alarm.ring(text) if board.alarm else PeerFault(text)
 
 
 def await_all(board: Board, *, layer: int, phase: Phase) -> None:
     """Wait until every rank has come to the meeting that this rank has come to.
 
     Raises:
-        PeerFault: A rank did not come within the board's timeout.
+        PeerFault: A rank did not come within the board's timeout, its process has ended, or another rank found a fault.
     """
     epoch = int(board.epoch_1)
-    deadline = time.monotonic() + board.timeout_s
-    polls = 0
-    while int(board.flag.local.min()) < epoch:
+
+    def complain(peer: int, seen: int, how: str) -> PeerFault:
+        return peer_fault(
+            board, peer=peer, layer=layer, phase=phase, expected=f"epoch {epoch}", seen=f"epoch {seen} {how}"
+        )
+
+    _await(board.flag.local.numpy(), epoch, timeout_s=board.timeout_s, alarm=board.alarm, complain=complain)
+
+
+def await_barrier(alarm: Alarm) -> None:
+    """Wait on the host until all ranks are here: half an hour, because some may still compile or read.
+
+    Raises:
+        PeerFault: See `await_all`.
+    """
+
+    def complain(peer: int, seen: int, how: str) -> PeerFault:
+        return alarm.ring(
+            f"rank {alarm.rank}: lost rank {peer} at a barrier: expected number {number}, seen {seen} {how}"
+        )
+
+    number = alarm.arrive()
+    _await(alarm.arrivals, number, timeout_s=_PATIENCE_S, alarm=alarm, complain=complain)
+
+
+def _await(
+    flag_P: np.ndarray,
+    epoch: int,
+    *,
+    timeout_s: float,
+    alarm: Alarm | None,
+    complain: Callable[[int, int, str], PeerFault],
+) -> None:
+    deadline, polls, nap = time.monotonic() + timeout_s, 0, _SLEEP_S
+    if alarm:
+        alarm.check()
+    while flag_P.min() < epoch:
         polls += 1
-        if polls > _SPINS:
-            time.sleep(_SLEEP_S)
-        if time.monotonic() > deadline:
-            peer = int(board.flag.local.argmin())
-            seen = f"epoch {int(board.flag.local[peer])} after {board.timeout_s:g} s"
-            raise peer_fault(board, peer=peer, layer=layer, phase=phase, expected=f"epoch {epoch}", seen=seen)
+        if polls <= _SPINS:
+            os.sched_yield()  # there may be fewer cores than ranks
+            continue
+        time.sleep(nap)
+        nap = min(2 * nap, _LONGEST_SLEEP_S)
+        gone: set[int] = set()
+        if alarm:
+            alarm.check()
+            gone = alarm.gone()  # before the flags are read: a peer may come and then end
+        for peer in np.flatnonzero(flag_P < epoch).tolist():
+            if peer in gone:
+                raise complain(peer, int(flag_P[peer]), "of a process that has ended")
+            if time.monotonic() > deadline:
+                raise complain(peer, int(flag_P[peer]), f"after {timeout_s:g} s")

@@ -127,7 +127,7 @@ class Exchange:
         self.count, self.rows, self.gradients = remote["count"], remote["rows"], remote["gradients"]
         self.records, self.results, self.values = remote["records"], remote["results"], remote["values"]
         epoch_1 = torch.zeros(1, dtype=torch.int64, device=comm.device)
-        self.board = Board(flag=remote["flag"], epoch_1=epoch_1, timeout_s=timeout_s)
+        self.board = Board(flag=remote["flag"], epoch_1=epoch_1, timeout_s=timeout_s, alarm=comm.alarm)
         comm.barrier()
 
     def rounds_for(self, count_PP2: Tensor) -> Rounds:
