@@ -18,17 +18,20 @@ from hydra_judge.options import (
     FILE,
     FOLDER,
     judge_options,
-    parse_worker,
     reading_options,
     request_options,
     server_options,
+    sharing_options,
     take_servers,
+    take_sharing,
 )
+from hydra_judge.pack import Packing, pack_on_cluster, pack_share
 from hydra_judge.pack import pack as pack_scored
 from hydra_judge.report import read_totals, write_report
 from hydra_judge.rubric import load_rubric
+from hydra_judge.run import Job, run_score
 from hydra_judge.score import Reading
-from hydra_judge.session import StudentGate, default_judge, run_estimate, run_score
+from hydra_judge.session import StudentGate, default_judge, run_estimate
 from hydra_judge.student import fit
 from nmoe.errors import ConfigError, NmoeError
 from nmoe.formats.shards import open_shards, verify_shards
@@ -81,12 +84,7 @@ def group() -> None:
     metavar="N",
     help="Judge N documents of low score again under each known injection; `report` shows the shift.",
 )
-@click.option(
-    "--worker",
-    default="0/1",
-    metavar="I/N",
-    help="Be worker I of N (from 0), each with the blocks I, I+N, ...; the last to end completes DIR.",
-)
+@sharing_options("blocks")
 @click.option("--dry-run", is_flag=True, help="Say what it would cost; ask nothing but a pilot, and write no scores.")
 @click.option("--pilot", type=click.IntRange(0), default=0, metavar="N", help="Measure the estimate on N documents.")
 @click.option("--batch", is_flag=True, help="Use the Batch API: cheaper, answers within a day.")
@@ -108,7 +106,8 @@ def score(**options: Any) -> None:
     The same command goes on where an earlier one was stopped or killed; an answer that was paid for is never asked
     for again, in this run or any other with the same cache.
     """
-    servers = take_servers(options)
+    worker, cluster = take_sharing(options)
+    servers = take_servers(options).share(*worker)
     judge = default_judge(
         load_rubric(options["rubric"]),
         model=servers.model,
@@ -135,9 +134,13 @@ def score(**options: Any) -> None:
         max_bytes=options["max_document_bytes"],
         limit=options["limit"],
     )
-    worker = parse_worker(options["worker"])
-    if worker[1] > 1 and (options["limit"] or "-" in options["inputs"]):
-        raise ConfigError("--worker: goes with neither --limit nor standard input, which have no blocks to share")
+    whole = options["limit"] or any(one == "-" or one.startswith("hf://") for one in options["inputs"])
+    if whole and (worker[1] > 1 or cluster):
+        raise ConfigError(
+            "--worker, --ray: go with files alone; --limit, hf:// and standard input have no blocks to share"
+        )
+    if cluster and (options["batch"] or servers.max_cost is not None or servers.max_requests is not None):
+        raise ConfigError("--ray: goes with neither --batch nor --max-cost and --max-requests, which one process keeps")
     blocks = plan(options["inputs"], block_bytes=options["block_bytes"])
     if options["dry_run"]:
         told = asyncio.run(
@@ -153,20 +156,14 @@ def score(**options: Any) -> None:
         )
         click.echo("\n".join(told))
         return
-    summary = asyncio.run(
-        run_score(
-            blocks,
-            judge=judge,
-            form=options["answer"],
-            servers=servers,
-            reading=reading,
-            output=options["output"],
-            quiet=options["quiet"],
-            canaries=options["canaries"],
-            student=gate,
-            worker=worker,
-            batch_poll_s=options["batch_poll"] if options["batch"] else None,
-        )
+    summary = run_score(
+        Job(blocks=blocks, judge=judge, servers=servers, reading=reading, output=options["output"], student=gate),
+        form=options["answer"],
+        quiet=options["quiet"],
+        canaries=options["canaries"],
+        worker=worker,
+        cluster=cluster,
+        batch_poll_s=options["batch_poll"] if options["batch"] else None,
     )
     click.echo(summary)
 
@@ -184,18 +181,40 @@ def score(**options: Any) -> None:
 @click.option(
     "--max-document-tokens", type=click.IntRange(1), default=None, help="Split longer documents.  [default: a shard]"
 )
+@sharing_options("parts")
+@click.option("--quiet", is_flag=True, help="No progress.")
 def pack(
-    scored: Path, tokenizer: str, min_score: float, output: Path, shard_tokens: int, max_document_tokens: int | None
+    scored: Path,
+    tokenizer: str,
+    min_score: float,
+    output: Path,
+    shard_tokens: int,
+    max_document_tokens: int | None,
+    quiet: bool,
+    **options: Any,
 ) -> None:
-    """Write the documents of DIR that score at least S as token shards."""
-    totals = pack_scored(
-        scored,
+    """Write the documents of DIR that score at least S as token shards.
+
+    Shared out, each process tokenizes some of the files in DIR and one cuts the shards; they are the same.
+    """
+    worker, cluster = take_sharing(options)
+    packing = Packing(
+        scored=scored,
         tokenizer=tokenizer,
         min_score=min_score,
         output=output,
         shard_tokens=shard_tokens,
         max_document_tokens=max_document_tokens,
     )
+    if cluster:
+        totals = pack_on_cluster(packing, cluster, quiet=quiet)
+    elif worker[1] > 1:
+        totals = pack_share(packing, worker, quiet=quiet)
+    else:
+        totals = pack_scored(packing)
+    if isinstance(totals, str):
+        click.echo(totals)
+        return
     dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(totals.dropped.items())) or "none"
     click.echo(f"{output}: {totals.kept} documents, {totals.tokens} tokens; dropped: {dropped}")
 

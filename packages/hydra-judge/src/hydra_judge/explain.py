@@ -13,15 +13,15 @@ from nmoe.formats.documents import ScoredDocument
 from nmoe.formats.shards import open_shards
 from nmoe.formats.tokenizers import load_tokenizer
 
-__all__ = ["VERDICTS", "explain", "verdict_line"]
+__all__ = ["VERDICTS", "explain", "verdict"]
 
 VERDICTS = "verdicts.jsonl"
 """File beside the shards: a line a document, in their order."""
 
 
-def verdict_line(document: ScoredDocument) -> str:
+def verdict(document: ScoredDocument) -> dict[str, Any]:
     """What `pack` keeps of a verdict."""
-    kept = {
+    return {
         "id": document.id,
         "source": document.source,
         "line": document.line,
@@ -30,7 +30,6 @@ def verdict_line(document: ScoredDocument) -> str:
         "reason": document.reason,
         "votes": document.votes,
     }
-    return json.dumps(kept, ensure_ascii=False) + "\n"
 
 
 def _verdicts(path: Path) -> Iterator[dict[str, Any]]:
@@ -72,11 +71,11 @@ def explain(shards: Path, *, offset: int, tokenizer: str | None) -> dict[str, An
     shard = opened.shards[place.shard]
     before = sum(len(one.tokens) for one in opened.shards[: place.shard])
     key = (place.lineage["id"], place.lineage["source"])
-    verdict = next((one for one in _verdicts(shards / VERDICTS) if (one["id"], one["source"]) == key), None)
-    if verdict is None:
+    told = next((one for one in _verdicts(shards / VERDICTS) if (one["id"], one["source"]) == key), None)
+    if told is None:
         raise DataError(f"{shards / VERDICTS}: has no document {key[0]!r} of {key[1]}; pack the scores again")
     return {
-        **verdict,
+        **told,
         **{name: place.lineage[name] for name in ("piece", "pieces") if name in place.lineage},
         "shard": shard.name,
         "start": place.start,

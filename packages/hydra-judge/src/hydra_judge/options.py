@@ -2,6 +2,7 @@
 """Command-line options that several verbs share."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import click
 
 from hydra_judge.cache import default_cache_path
+from hydra_judge.cluster import Cluster
 from hydra_judge.rubric import shipped_rubrics
 from hydra_judge.session import Servers
 from hydra_judge.verdict import FORMS
@@ -19,11 +21,12 @@ __all__ = [
     "FILE",
     "FOLDER",
     "judge_options",
-    "parse_worker",
     "reading_options",
     "request_options",
     "server_options",
+    "sharing_options",
     "take_servers",
+    "take_sharing",
 ]
 
 FOLDER = click.Path(path_type=Path, file_okay=False)
@@ -227,9 +230,70 @@ def request_options(pairs: tuple[str, ...]) -> dict[str, Any]:
     return values
 
 
+def sharing_options(what: str) -> Decorator:
+    """Options of verbs whose work several processes can share, by `what`."""
+    option = click.option
+    return _apply(
+        [
+            option(
+                "--worker",
+                default="0/1",
+                metavar="I/N|slurm",
+                help=f"Be worker I of N (from 0), each with the {what} I, I+N, ...; the last to end completes the output. "
+                "slurm: by the place of this task in its job array.",
+            ),
+            option(
+                "--ray",
+                metavar="ADDRESS",
+                help=f"Share the {what} out over a Ray cluster: auto for the one this host belongs to, HOST:PORT, or local "
+                "for processes of this host alone. All hosts must see input and output by the same paths.",
+            ),
+            option(
+                "--ray-workers",
+                type=click.IntRange(1),
+                default=None,
+                metavar="N",
+                help="Processes on the cluster at the most.  [default: one a CPU]",
+            ),
+        ]
+    )
+
+
+def take_sharing(options: dict[str, Any]) -> tuple[tuple[int, int], Cluster | None]:
+    """The options of `sharing_options`, taken out of `options`: (number, count) of the worker, and the cluster."""
+    worker, address, workers = (options.pop(name) for name in ("worker", "ray", "ray_workers"))
+    number, count = parse_worker(worker)
+    if address is None:
+        if workers is not None:
+            raise ConfigError("--ray-workers: belongs to --ray, which is missing")
+        return (number, count), None
+    if count > 1:
+        raise ConfigError("--ray, --worker: are two ways to share the work out; choose one")
+    return (number, count), Cluster(address=address, workers=workers)
+
+
 def parse_worker(text: str) -> tuple[int, int]:
-    """ "I/N" as (I, N) with 0 <= I < N."""
+    """ "I/N" as (I, N) with 0 <= I < N; "slurm" by the variables that Slurm sets for a task of an array."""
+    if text == "slurm":
+        return _slurm_worker()
     number, slash, count = text.partition("/")
     if not slash or not number.isdecimal() or not count.isdecimal() or not int(number) < int(count):
-        raise ConfigError(f"--worker {text}: expected I/N with I from 0 to N - 1")
+        raise ConfigError(f"--worker {text}: expected I/N with I from 0 to N - 1, or slurm")
     return int(number), int(count)
+
+
+def _slurm_worker() -> tuple[int, int]:
+    """Place in the array. An array need not begin at 0 nor count by one."""
+    names = [f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "STEP", "COUNT")]
+    values = [os.environ.get(name, "") for name in names]
+    for name, value in zip(names, values, strict=True):
+        if not value.isdecimal():
+            raise ConfigError(f"--worker slurm: {name} is {value!r}; run it in a job array (sbatch --array=0-7)")
+    task, first, step, count = (int(value) for value in values)
+    place, rest = divmod(task - first, max(step, 1))
+    if rest or not 0 <= place < count:
+        raise ConfigError(
+            f"--worker slurm: task {task} of {count} from {first} in steps of {step} has no place in an even array; "
+            "give --worker I/N"
+        )
+    return place, count

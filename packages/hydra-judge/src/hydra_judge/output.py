@@ -26,7 +26,16 @@ from nmoe.errors import DataError
 from nmoe.formats.documents import FORMAT, HEADER, VERSION, Reject, ScoredDocument, ScoredWriter, open_scored
 from nmoe.formats.files import replace_durably, write_json
 
-__all__ = ["QUARANTINE", "BlockWriter", "block_folder", "finished_blocks", "join_blocks", "prepare", "quarantined"]
+__all__ = [
+    "QUARANTINE",
+    "BlockWriter",
+    "block_folder",
+    "finished_blocks",
+    "is_finished",
+    "join_blocks",
+    "prepare",
+    "quarantined",
+]
 
 QUARANTINE = "quarantine.jsonl"
 
@@ -80,13 +89,22 @@ def finished_blocks(
         with_failed: count blocks in which documents failed, too. Those are worth another try: the documents may
             succeed now, and all others are in the cache.
     """
-    found = set()
-    for number, block in enumerate(blocks):
-        header = _block_header(output, number)
-        same = header is not None and header["rubric"].get("block") == {**block.fingerprint(), **extra}
-        if header is not None and same and block.stamp and (with_failed or not header["outcomes"].get("failed")):
-            found.add(number)
-    return found
+    return {
+        number
+        for number, block in enumerate(blocks)
+        if is_finished(output, number, block, extra=extra, with_failed=with_failed)
+    }
+
+
+def is_finished(
+    output: Path, number: int, block: Block, *, extra: Mapping[str, Any], with_failed: bool = False
+) -> bool:
+    """Whether one block is complete; see `finished_blocks`."""
+    header = _block_header(output, number)
+    if header is None or not block.stamp:
+        return False
+    same = header["rubric"].get("block") == {**block.fingerprint(), **extra}
+    return same and (with_failed or not header["outcomes"].get("failed"))
 
 
 class BlockWriter:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of the judge: servers, cache, budget and signals put together from the options, and taken down again."""
+"""Servers, cache, budget and signals of a run, put together from the options and taken down again."""
 
 import asyncio
-import json
 import os
 import signal
 import sys
@@ -20,18 +19,15 @@ from hydra_judge.cache import Cache, default_cache_path
 from hydra_judge.corpus import Block
 from hydra_judge.engine import Engine, StoppedError
 from hydra_judge.estimate import survey, with_pilot
-from hydra_judge.injection import judge_canaries, pick_canaries
 from hydra_judge.judge import Judge, choose_form
 from hydra_judge.limits import Endpoint, TokenBucket
-from hydra_judge.output import QUARANTINE, finished_blocks, join_blocks, prepare
-from hydra_judge.progress import Progress
 from hydra_judge.rubric import Rubric
-from hydra_judge.score import Reading, score_blocks
+from hydra_judge.score import Reading
 from hydra_judge.student import judge_by_student, load_student
-from nmoe.errors import ConfigError, DataError
-from nmoe.formats.documents import HEADER, Document, ScoredDocument, open_scored
+from nmoe.errors import ConfigError
+from nmoe.formats.documents import Document, ScoredDocument
 
-__all__ = ["Servers", "StudentGate", "make_engine", "make_judge", "run_estimate", "run_score"]
+__all__ = ["Servers", "StudentGate", "default_judge", "make_engine", "make_judge", "run_estimate", "weighed"]
 
 
 class StudentGate:
@@ -101,8 +97,17 @@ class Servers:
     max_cost: float | None = None
     cache: Path = field(default_factory=default_cache_path)
 
+    def share(self, number: int, count: int) -> "Servers":
+        """What worker `number` of `count` may spend, so that all together stay within the limits."""
+        requests = self.max_requests
+        return replace(
+            self,
+            max_requests=None if requests is None else requests // count + (number < requests % count),
+            max_cost=None if self.max_cost is None else self.max_cost / count,
+        )
 
-def _weight(url: str) -> tuple[str, float]:
+
+def weighed(url: str) -> tuple[str, float]:
     """The address without its fragment, and the weight that stands there."""
     address, _, fragment = url.partition("#")
     if not fragment:
@@ -125,9 +130,9 @@ def _connect(servers: Servers) -> list[tuple[Endpoint, Backend]]:
         raise ConfigError("--base-url is missing; documents go only to a server that you name")
     key = os.environ.get(servers.api_key_env)
     connected: list[tuple[Endpoint, Backend]] = []
-    weighed = [_weight(url) for url in servers.urls]
-    heaviest = max(weight for _, weight in weighed)
-    for address, weight in weighed:
+    pairs = [weighed(url) for url in servers.urls]
+    heaviest = max(weight for _, weight in pairs)
+    for address, weight in pairs:
         # A saturated server takes what it may have in flight, so that must follow the weight as well.
         most = max(1, round(servers.concurrency * weight / heaviest))
         backend = OpenAIBackend(address, api_key=key, timeout=servers.timeout, connections=servers.concurrency)
@@ -144,8 +149,13 @@ def _connect(servers: Servers) -> list[tuple[Endpoint, Backend]]:
 
 
 @asynccontextmanager
-async def make_engine(servers: Servers) -> AsyncIterator[Engine]:
-    """An engine that SIGINT and SIGTERM stop: what is in flight is waited for and kept, a second signal cuts it off."""
+async def make_engine(servers: Servers, *, signals: bool = True) -> AsyncIterator[Engine]:
+    """An engine that SIGINT and SIGTERM stop: what is in flight is waited for and kept, a second signal cuts it off.
+
+    Args:
+        servers: who is asked.
+        signals: whether to listen to them; not inside a process that another program looks after.
+    """
     price = load_price(servers.prices, model=servers.model) if servers.prices else None
     budget = Budget(price=price, max_requests=servers.max_requests, max_cost=servers.max_cost)
     cache = Cache(servers.cache)
@@ -165,7 +175,8 @@ async def make_engine(servers: Servers) -> AsyncIterator[Engine]:
         elif task is not None:
             task.cancel()
 
-    for name in (signal.SIGINT, signal.SIGTERM):
+    heeded = (signal.SIGINT, signal.SIGTERM) if signals else ()
+    for name in heeded:
         loop.add_signal_handler(name, interrupt)
     try:
         yield engine
@@ -175,7 +186,7 @@ async def make_engine(servers: Servers) -> AsyncIterator[Engine]:
             await engine.drain()
         raise
     finally:
-        for name in (signal.SIGINT, signal.SIGTERM):
+        for name in heeded:
             loop.remove_signal_handler(name)
         await engine.close()
         cache.close()
@@ -227,153 +238,3 @@ async def run_estimate(
         found = await survey(blocks, judge=judge, cache=engine.cache, reading=reading, pilot=pilot)
         in_flight = servers.concurrency * len(servers.urls)
         return (await with_pilot(found, judge=judge, engine=engine, concurrency=in_flight)).lines(price, batch=batch)
-
-
-async def _fill_by_batch(
-    engine: Engine,
-    blocks: Sequence[Block],
-    *,
-    judge: Judge,
-    servers: Servers,
-    reading: Reading,
-    output: Path,
-    poll_s: float,
-    quiet: bool,
-) -> None:
-    from hydra_judge.backends.openai import make_client
-    from hydra_judge.batch import BatchRun
-
-    if len(servers.urls) != 1:
-        raise ConfigError("--batch: takes one --base-url")
-    key = os.environ.get(servers.api_key_env)
-    client = make_client(_weight(servers.urls[0])[0], api_key=key, timeout=max(servers.timeout, 600.0), connections=8)
-
-    def say(text: str) -> None:
-        if not quiet:
-            sys.stderr.write(f"{text}\n")
-
-    async with client.with_options(max_retries=5):
-        run = BatchRun(
-            client.with_options(max_retries=5),
-            judge=judge,
-            cache=engine.cache,
-            budget=engine.budget,
-            output=output,
-            poll_s=poll_s,
-            say=say,
-        )
-        await run.fill(blocks, reading)
-
-
-async def run_score(
-    blocks: Sequence[Block],
-    *,
-    judge: Judge,
-    form: str,
-    servers: Servers,
-    reading: Reading,
-    output: Path,
-    quiet: bool,
-    batch_poll_s: float | None = None,
-    canaries: int = 0,
-    student: StudentGate | None = None,
-    worker: tuple[int, int] = (0, 1),
-) -> str:
-    """Scores what is not scored yet and completes the folder.
-
-    Args:
-        blocks: the plan of the corpus.
-        judge: how documents are judged.
-        form: answer form or "auto".
-        servers: who is asked.
-        reading: how the corpus is read.
-        output: folder of the run.
-        quiet: no progress on standard error.
-        batch_poll_s: use the Batch API and look at it every so many seconds; None asks directly.
-        canaries: documents that are judged again under every attack.
-        student: grades what it is sure of, so that the judge is asked for the rest.
-        worker: (number, count) of workers that share the blocks; the one that ends last completes the folder.
-
-    Returns:
-        A summary in one line.
-    """
-    began = time.time()
-    async with make_engine(servers) as engine:
-        judge = await make_judge(engine, judge, form=form)
-        settings = judge.settings() | (student.settings() if student else {})
-        prepare(output, settings=settings, model=judge.model)
-        done = finished_blocks(output, blocks, extra=reading.settings())
-        left = [(number, block) for number, block in enumerate(blocks) if number not in done]
-        left = [(number, block) for number, block in left if number % worker[1] == worker[0]]
-        progress = Progress([block for _, block in left], stream=None if quiet else sys.stderr)
-
-        async def score_one(document: Document, order: int) -> ScoredDocument:
-            sure = student.judge(document) if student else None
-            return sure or await judge.document(document, engine.ask, order=order)
-
-        shown = asyncio.create_task(progress.show(engine))
-        try:
-            if batch_poll_s is not None:
-                await _fill_by_batch(
-                    engine,
-                    [block for _, block in left],
-                    judge=judge,
-                    servers=servers,
-                    reading=reading,
-                    output=output,
-                    poll_s=batch_poll_s,
-                    quiet=quiet,
-                )
-            await score_blocks(
-                left,
-                judge=score_one,
-                output=output,
-                settings=settings,
-                model=judge.model,
-                reading=reading,
-                active=2 * servers.concurrency * len(servers.urls) + 16,
-                progress=progress,
-            )
-            done = finished_blocks(output, blocks, extra=reading.settings(), with_failed=True)
-            if worker[1] > 1 and len(done) < len(blocks):
-                return (
-                    f"worker {worker[0]}/{worker[1]}: {len(left)} blocks scored, {len(done)} of {len(blocks)} complete"
-                )
-            header = join_blocks(output, blocks, settings=settings, model=judge.model)
-            if not header["documents"]:
-                (output / HEADER).unlink()
-                listed = ", ".join(f"{count} {name}" for name, count in header["quarantined"].items()) or "no line"
-                raise DataError(f"no document in the input ({listed}); see {output / QUARANTINE}")
-            if canaries:
-                scale = {"low": judge.rubric.low, "high": judge.rubric.high}
-                picked = pick_canaries(open_scored(output), count=canaries, **scale)
-                await judge_canaries(picked, judge=judge, ask=engine.ask, output=output, order=header["documents"])
-        finally:
-            shown.cancel()
-            await asyncio.gather(shown, return_exceptions=True)
-            await engine.drain()
-            _record(output, engine, progress, began)
-        return _summary(header, engine)
-
-
-def _record(output: Path, engine: Engine, progress: Progress, began: float) -> None:
-    """Appends what this run did to DIR/runs.jsonl."""
-    record = {
-        "started_at": round(began, 3),
-        "seconds": round(time.time() - began, 3),
-        "documents": progress.documents,
-        "outcomes": dict(progress.outcomes),
-        "cost": round(engine.spent, 6),
-        **engine.counts,
-    }
-    with (output / "runs.jsonl").open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(record) + "\n")
-
-
-def _summary(header: dict[str, Any], engine: Engine) -> str:
-    outcomes = ", ".join(f"{count} {name}" for name, count in header["outcomes"].items() if count)
-    rejects = ", ".join(f"{count} {name}" for name, count in header["quarantined"].items())
-    return (
-        f"{header['documents']} documents: {outcomes or 'none'}; quarantined: {rejects or 'none'}; "
-        f"{engine.counts['requests']} requests, {engine.counts['cached']} from the cache, ${engine.spent:.4f}"
-    )

@@ -344,14 +344,18 @@ class ScoredSet:
         return int(self.header["documents"])
 
     def __iter__(self) -> Iterator[ScoredDocument]:
-        for part in self.header["parts"]:
-            path = inside(self.directory, str(part["path"]))
-            try:
-                with path.open(encoding="utf-8") as stream:
-                    for number, line in enumerate(stream, start=1):
-                        yield _parse_scored(line, path, number)
-            except FileNotFoundError:
-                raise DataError(f"{path}: not found; {HEADER} names it. Score the corpus again") from None
+        for number in range(len(self.header["parts"])):
+            yield from self.part(number)
+
+    def part(self, number: int) -> Iterator[ScoredDocument]:
+        """Documents of one of the files that the header names, by its number."""
+        path = inside(self.directory, str(self.header["parts"][number]["path"]))
+        try:
+            with path.open(encoding="utf-8") as stream:
+                for line_number, line in enumerate(stream, start=1):
+                    yield _parse_scored(line, path, line_number)
+        except FileNotFoundError:
+            raise DataError(f"{path}: not found; {HEADER} names it. Score the corpus again") from None
 
 
 def _parse_scored(line: str, path: Path, number: int) -> ScoredDocument:
