@@ -24,6 +24,11 @@ FREE_KEYS = frozenset(
         "train.log_every",
         "train.eval_every",
         "train.eval_batches",
+        "parallel.ep",
+        "parallel.comm",
+        "rdep.capacity",
+        "rdep.sizes",
+        "rdep.timeout_s",
         "checkpoint.every",
         "checkpoint.keep",
         "metrics.publish_s",
@@ -74,7 +79,11 @@ def _attention_violations(config: Config) -> Iterator[str]:
 
 
 def _moe_violations(config: Config) -> Iterator[str]:
-    moe = config.moe
+    moe, parallel = config.moe, config.parallel
+    if parallel.ep and moe.num_experts % parallel.ep:
+        yield f"parallel.ep = {parallel.ep} does not divide moe.num_experts = {moe.num_experts}"
+    if parallel.ep > 1 and parallel.comm == "local":
+        yield f'parallel.comm = "local" is one rank, but parallel.ep = {parallel.ep}'
     if moe.top_k > moe.num_experts:
         yield f"moe.top_k = {moe.top_k} exceeds moe.num_experts = {moe.num_experts}"
         return

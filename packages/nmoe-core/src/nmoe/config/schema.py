@@ -21,6 +21,8 @@ __all__ = [
     "Model",
     "Moe",
     "Optim",
+    "Parallel",
+    "Rdep",
     "Rope",
     "Run",
     "Schedule",
@@ -314,6 +316,30 @@ class Schedule:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Parallel:
+    """How several ranks share the work."""
+
+    ep: Natural = 0
+    """Consecutive ranks that share the experts of a layer; divides the number of ranks and `moe.num_experts`; the others
+    hold copies. 0: as many ranks of a node as divide the experts."""
+    comm: Literal["auto", "local", "shm", "ipc", "nvshmem"] = "auto"
+    """How these ranks reach each other's memory. auto: by their number, devices and machines (docs/rdep.md)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rdep:
+    """The way of rows to the experts of other ranks, and back (docs/rdep.md)."""
+
+    capacity: AboveZero = 2.0
+    """Assignments that a rank has room for at once, as a multiple of the balanced load. More come in further rounds; none
+    is dropped."""
+    sizes: Literal["bound", "exact"] = "bound"
+    """Room for what may come (bound), or for just what comes, which the host has to wait for once a layer (exact)."""
+    timeout_s: AboveZero = 60.0
+    """How long a rank waits for another before all end with a message, in seconds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
     """What is kept to resume from."""
 
@@ -346,6 +372,8 @@ class Config:
     train: Train
     optim: Optim
     schedule: Schedule
+    parallel: Parallel
+    rdep: Rdep
     checkpoint: Checkpoint
     metrics: Metrics
 

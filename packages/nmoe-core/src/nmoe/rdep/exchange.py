@@ -25,6 +25,7 @@ from torch import Tensor
 
 from nmoe.comm.communicator import Communicator
 from nmoe.comm.remote import Board, Phase, Remote
+from nmoe.config import Config
 from nmoe.errors import ConfigError
 from nmoe.ops import meet
 from nmoe.ops.push import record_words
@@ -129,6 +130,21 @@ class Exchange:
         epoch_1 = torch.zeros(1, dtype=torch.int64, device=comm.device)
         self.board = Board(flag=remote["flag"], epoch_1=epoch_1, timeout_s=timeout_s, alarm=comm.alarm)
         comm.barrier()
+
+    @classmethod
+    def of(cls, config: Config, comm: Communicator, *, dtype: torch.dtype) -> "Exchange":
+        """That of a model under training, for rows of this dtype."""
+        return cls(
+            comm,
+            tokens=config.train.micro_batch_size * config.data.seq_len,
+            hidden_size=config.model.hidden_size,
+            num_experts=config.moe.num_experts,
+            top_k=config.moe.top_k,
+            dtype=dtype,
+            capacity=config.rdep.capacity,
+            exact=config.rdep.sizes == "exact",
+            timeout_s=config.rdep.timeout_s,
+        )
 
     def rounds_for(self, count_PP2: Tensor) -> Rounds:
         """Rounds of one call: those of the capacity or, if so asked, one round of the size that arrived."""

@@ -14,9 +14,9 @@ from torch.utils import deterministic
 from nmoe import arch
 from nmoe.checkpoint.load import load_tensors, load_weights
 from nmoe.checkpoint.store import CheckpointInfo, find_checkpoint
-from nmoe.comm.local import Local
+from nmoe.comm.connect import connect
 from nmoe.config import Config
-from nmoe.errors import CheckpointError
+from nmoe.errors import CheckpointError, ConfigError
 from nmoe.model.init import init_model
 from nmoe.model.transformer import Transformer, compute_dtype
 from nmoe.ops import registry
@@ -79,9 +79,16 @@ def log_device(device: torch.device) -> None:
 
 
 def build(config: Config, device: torch.device) -> Parts:
-    """The model with its initial values, and its optimizer."""
+    """The model with its initial values, and its optimizer.
+
+    Raises:
+        ConfigError: the experts are to be shared by more ranks than there are.
+    """
+    if config.parallel.ep > 1:
+        raise ConfigError(f"parallel.ep = {config.parallel.ep} exceeds the 1 rank of this run; set it to 0 or 1")
+    comm = connect(None, device, kind=config.parallel.comm)
     with torch.device(device):
-        model = Transformer(config, comm=Local(device))
+        model = Transformer(config, comm=comm)
     init_model(model, config.run.seed)
     optimizer = make_optimizer(
         model.named_parameters(), config=config.optim, seed=config.run.seed, dtype=compute_dtype(config)
