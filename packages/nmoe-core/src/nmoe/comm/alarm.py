@@ -92,10 +92,7 @@ class Alarm:
         self._own = self._blocks[self.rank]
         self._arbiter = found[0][0]  # whose lock decides who was first
         self._descriptors = [descriptor for pair in found for descriptor in pair]
-        self._processes = {pair[1]: peer for peer, pair in enumerate(found) if peer != self.rank}
-        self._poll = select.poll()
-        for descriptor in self._processes:
-            self._poll.register(descriptor, select.POLLIN)
+        self._processes = {peer: pair[1] for peer, pair in enumerate(found) if peer != self.rank}
         self._lock, self._closing = threading.RLock(), threading.Event()
         self._raised, self._rung_at, self._gone_at = False, 0.0, 0.0
         self._barriers = 0
@@ -137,8 +134,7 @@ class Alarm:
 
     def gone(self) -> set[int]:
         """Peers whose process has ended although they did not take their leave."""
-        ended = {self._processes[descriptor] for descriptor, _ in self._poll.poll(0)}
-        return {peer for peer in ended if not self._own.leaving_P[peer]}
+        return {peer for peer in self._ended() if not self._own.leaving_P[peer]}
 
     def ring(self, text: str) -> PeerFault:
         """Tell all ranks, unless somebody was faster; takes care that those who cannot hear do not live on.
@@ -174,6 +170,14 @@ class Alarm:
         self._thread.join()
         for descriptor in self._descriptors:
             os.close(descriptor)
+
+    def _ended(self) -> set[int]:
+        """Peers whose process has ended."""
+        poll = select.poll()  # one a call: two threads may ask at once, which one object does not allow
+        for descriptor in self._processes.values():
+            poll.register(descriptor, select.POLLIN)
+        ended = {descriptor for descriptor, _ in poll.poll(0)}
+        return {peer for peer, descriptor in self._processes.items() if descriptor in ended}
 
     def _fault(self) -> PeerFault:
         self._raised = True
@@ -211,18 +215,15 @@ class Alarm:
 
     def _end_the_deaf(self) -> None:
         self._hear()
-        deaf = dict(self._processes)
         deadline = time.monotonic() + _HEAR_S
-        while deaf:
-            ended = {descriptor for descriptor, _ in self._poll.poll(0)}
-            deaf = {d: peer for d, peer in deaf.items() if d not in ended and not self._own.heard_P[peer]}
+        while deaf := {peer for peer in self._processes if not self._own.heard_P[peer]} - self._ended():
             if time.monotonic() > deadline:
                 break
             time.sleep(0.005)
-        for descriptor, peer in deaf.items():
+        for peer in deaf:
             _log.warning("rank %d does not answer: killed", peer)
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                signal.pidfd_send_signal(self._processes[peer], signal.SIGKILL)
 
     def _watch(self) -> None:
         while not self._closing.wait(_TICK_S):
