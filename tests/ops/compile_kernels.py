@@ -32,7 +32,22 @@ def main(arch: str) -> None:
     op("swiglu").swiglu_kernel("bfloat16")
     op("swiglu").swiglu_backward_kernel("bfloat16")
     op("rope").rotate_kernel("bfloat16", True)
+    compile_exchange(op)
     compile_products(op("grouped_gemm", arch.replace("_", "")))
+
+
+def compile_exchange(op) -> None:
+    """What carries rows between ranks: of 2 and of 8, rows of 4 and of 14 KiB."""
+    for ranks, top_k, one_block, row_bytes in ((2, 6, True, 4096), (8, 8, False, 14336)):
+        op("plan").plan_kernel(ranks, top_k, one_block)
+        op("push").push_kernel(row_bytes, ranks)
+        op("push").records_kernel(top_k, ranks)
+        op("receive").receive_kernel(top_k, ranks)
+        op("give_back").partial_sum_kernel("bfloat16", ranks, ranks)
+        op("meet").meet_kernel(ranks)
+    op("give_back").reduce_push_kernel("bfloat16", 6, True)
+    op("give_back").reduce_push_kernel("bfloat16", 8, False)
+    op("give_back").values_kernel(6)
 
 
 def compile_products(gemm) -> None:

@@ -157,6 +157,8 @@ class Alarm:
         except PeerFault:
             raise
         except BaseException as error:
+            if fault := self.device_fault():  # the error is what the driver made of it
+                raise self.ring(str(fault)) from None
             self.ring(f"rank {self.rank} failed: {type(error).__name__}: {error}")
             raise
 

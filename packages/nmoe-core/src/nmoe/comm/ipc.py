@@ -16,7 +16,9 @@ from cuda.bindings import runtime  # type: ignore[attr-defined]
 
 from nmoe.comm.alarm import Alarm
 from nmoe.comm.communicator import Symmetric
+from nmoe.comm.faults import device_fault, fault_record
 from nmoe.comm.foreign import agree, tensor_over
+from nmoe.comm.waits import await_barrier
 from nmoe.errors import EnvironmentFault
 
 __all__ = ["Ipc", "allocate", "export_handle", "open_handle"]
@@ -91,7 +93,9 @@ class Ipc:
                 f"CUDA IPC: rank {strangers[0]} runs on another machine than rank 0; it maps memory inside one machine only: "
                 'set parallel.ep to the GPUs of a node, or parallel.comm = "nvshmem"'
             )
+        fault_record()  # page-locked here, and not by the first kernel: that may be inside a captured graph
         self.alarm = Alarm(group)
+        self.alarm.device_fault = device_fault
 
     def symmetric(self, name: str, *, nbytes: int) -> Symmetric:
         """See `Communicator`.
@@ -134,11 +138,18 @@ class Ipc:
         return Symmetric(local=peers[self.rank], peers=peers)
 
     def barrier(self) -> None:
-        """See `Communicator`."""
-        dist.barrier(self._group)
+        """See `Communicator`.
+
+        Raises:
+            PeerFault: A peer ended, failed, or did not come.
+        """
+        await_barrier(self.alarm)
 
     def close(self) -> None:
-        """See `Communicator`. No tensor over the memory may be used afterwards."""
+        """See `Communicator`. No tensor over the memory may be used afterwards; after a fault the process's end frees it."""
+        if self.alarm.rung or not self.alarm.awake:
+            self.alarm.close()
+            return
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
             self.barrier()  # nobody writes any more

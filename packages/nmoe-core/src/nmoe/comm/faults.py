@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a kernel that lost a peer leaves behind, and the error made of it.
+
+Such a kernel writes a record into page-locked host memory and stops the device: nothing that was computed from missing
+rows can reach a checkpoint. The host then sees some CUDA error at some later call; `device_fault` says what it means.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from nmoe.comm.remote import Phase
+from nmoe.errors import PeerFault
+
+__all__ = ["LATE", "WRONG_ROW", "device_fault", "fault_record"]
+
+LATE, WRONG_ROW = 1, 2
+"""Kinds: a peer did not come to a meeting in time; a row is not the one that was announced."""
+
+
+@functools.cache
+def fault_record() -> Tensor:
+    """int64 [8] of this process: kind (0: no fault), rank, peer, layer, phase, expected, seen, unused."""
+    return torch.zeros(8, dtype=torch.int64, pin_memory=True)
+
+
+def device_fault() -> PeerFault | None:
+    """The fault that a kernel reported, if one did; readable although the device has stopped."""
+    kind, rank, peer, layer, phase, expected, seen, _ = fault_record().tolist()
+    if not kind:
+        return None
+    where = f"rank {rank}: lost rank {peer} in layer {layer}, {Phase(phase).name.lower().replace('_', ' ')}"
+    if kind == LATE:
+        return PeerFault(f"{where}: expected epoch {expected}, seen epoch {seen} at the end of the wait")
+    source, epoch = seen >> 32, seen & 0x7FFFFFFF
+    return PeerFault(f"{where}: expected a row of epoch {expected}, seen one of rank {source}, epoch {epoch}")
