@@ -83,7 +83,7 @@ def test_attention_sees_its_document_only(window):
 
     def ours(q, k, v):
         kernels = attention.kernels()
-        return kernels.attention(q, k, v, kernels.prepare(document, window=window), scale=0.3)
+        return kernels.attention(q, k, v, kernels.prepare(document, window=window, device=document.device), scale=0.3)
 
     def plain(q, k, v):  # one query, one head, one key set at a time
         out = []

@@ -124,8 +124,9 @@ class Transformer(nn.Module):
         cos_TH, sin_TH = tables(self.config.rope, positions_BT.flatten(), width=width, dtype=wide)
         masks = {}
         if document_BT is not None:
+            prepare, device = attention.kernels().prepare, positions_BT.device
             windows = {window_of(self.config, layer) for layer in range(len(self.layers))}
-            masks = {window: attention.kernels().prepare(document_BT, window=window) for window in windows}
+            masks = {window: prepare(document_BT, window=window, device=device) for window in windows}
         return Positions(num_rows=positions_BT.shape[0], cos_TH=cos_TH, sin_TH=sin_TH, masks=masks)
 
     def _hidden(
@@ -157,7 +158,8 @@ class Transformer(nn.Module):
         Args:
             tokens_BT: int64 in [0, V).
             positions_BT: int64: place of each token in its document.
-            document_BT: Integers: equal for the tokens of one document, different for neighbours in a row.
+            document_BT: Integers: equal for the tokens of one document, different for neighbours in a row. On the CPU,
+                whatever the device, so that nothing waits to learn how many documents there are.
             targets_BT: int64: the next token, or IGNORED where it is padding or belongs to another document.
         """
         at = self._positions(positions_BT, document_BT)
@@ -206,7 +208,9 @@ class Transformer(nn.Module):
         """Logits [B, T, V] in the activations' dtype of rows that are one document each; for short rows only."""
         rows, length = tokens_BT.shape
         positions_BT = torch.arange(length, device=tokens_BT.device).expand(rows, length)
-        x_TD, _, _ = self._hidden(tokens_BT, self._positions(positions_BT, torch.zeros_like(tokens_BT)))
+        x_TD, _, _ = self._hidden(
+            tokens_BT, self._positions(positions_BT, torch.zeros(rows, length, dtype=torch.int64))
+        )
         return linear(self._read(x_TD), self.head_weight).unflatten(0, (rows, length))
 
     def extend(self, tokens_BT: Tensor, caches: Sequence[Cache], *, past: int) -> Tensor:

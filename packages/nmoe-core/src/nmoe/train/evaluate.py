@@ -31,7 +31,7 @@ class HeldOut:
 
 
 def forward(model: Transformer, rows: PackedRows, device: torch.device):
-    """The model's output for packed rows, moved to `device`."""
+    """The model's output for packed rows, moved to `device`; the documents' numbers are wanted on the CPU."""
 
     def move(array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)
@@ -40,7 +40,7 @@ def forward(model: Transformer, rows: PackedRows, device: torch.device):
     return model(
         move(rows.tokens_BT),
         positions_BT=move(rows.positions_BT),
-        document_BT=move(rows.document_BT),
+        document_BT=torch.from_numpy(rows.document_BT),
         targets_BT=move(rows.targets_BT),
     )
 

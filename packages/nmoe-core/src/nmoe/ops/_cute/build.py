@@ -22,7 +22,16 @@ import cutlass.cute as cute
 import quack.cache as quack_cache
 import torch
 
-__all__ = ["DTYPES", "compile_kernel", "enter_context", "fake", "kernel_cache", "sm_count", "use_own_folder"]
+__all__ = [
+    "DTYPES",
+    "compile_kernel",
+    "enter_context",
+    "fake",
+    "kernel_cache",
+    "kernel_folder",
+    "sm_count",
+    "use_own_folder",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -39,11 +48,15 @@ _BY_NAME = {str(t).removeprefix("torch."): c for t, c in DTYPES.items()}
 _OPS_FOLDER = Path(__file__).parent.parent
 
 
+def kernel_folder() -> Path:
+    """Where compiled kernels lie."""
+    return Path(os.environ.get("NMOE_CACHE") or Path.home() / ".cache" / "nmoe") / "kernels"
+
+
 def use_own_folder() -> None:
     """Keep compiled kernels, quack's own too, in this project's folder; done on import of this module."""
     if quack_cache.CACHE_DIR is None:
-        root = os.environ.get("NMOE_CACHE") or str(Path.home() / ".cache" / "nmoe")
-        quack_cache.CACHE_DIR = str(Path(root) / "kernels")
+        quack_cache.CACHE_DIR = str(kernel_folder())
     if _OPS_FOLDER not in quack_cache.EXTRA_SOURCE_DIRS:
         quack_cache.EXTRA_SOURCE_DIRS.append(_OPS_FOLDER)
 

@@ -7,6 +7,7 @@ What depends only on the documents is prepared once per forward and shared by al
 
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor
 
 from nmoe.ops.registry import implementation
@@ -17,12 +18,14 @@ __all__ = ["Kernels", "kernels"]
 class Kernels(Protocol):
     """What an implementation file defines."""
 
-    def prepare(self, document_BT: Tensor, *, window: int) -> Any:
+    def prepare(self, document_BT: Tensor, *, window: int, device: torch.device) -> Any:
         """What `attention` needs to know about the documents; opaque to the caller.
 
         Args:
-            document_BT: int32 or int64; equal numbers are one document, and a document's tokens lie side by side.
+            document_BT: int32 or int64; equal numbers are one document, and a document's tokens lie side by side. On
+                the CPU nothing waits for the device; elsewhere their number is read back.
             window: How many tokens a query sees, itself included; 0 for all before it.
+            device: Where the tokens are.
         """
         ...
 

@@ -7,9 +7,10 @@ from torch import Tensor
 __all__ = ["attention", "prepare"]
 
 
-def prepare(document_BT: Tensor, *, window: int) -> Tensor:
+def prepare(document_BT: Tensor, *, window: int, device: torch.device) -> Tensor:
     """Bool [B, 1, T, T], true where the query may not see the key."""
-    position = torch.arange(document_BT.shape[1], device=document_BT.device)
+    document_BT = document_BT.to(device)
+    position = torch.arange(document_BT.shape[1], device=device)
     distance = position.unsqueeze(1) - position.unsqueeze(0)
     hidden = distance < 0
     if window:

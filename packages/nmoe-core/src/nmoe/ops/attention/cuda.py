@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention on both chips by flash-attn-4, over documents of any length side by side, forward and backward.
+
+All rows of a batch are one axis of tokens and the documents' offsets say who sees whom, so nothing is padded, and no
+work is done between documents or outside a window. Keys and queries may be wider than values: DeepSeek's (192, 128) run
+without padding. Backward adds the shares of dq (and, with grouped heads, of dk and dv) in a fixed order, which costs a
+few percent and makes two runs equal to the bit.
+
+Chosen by measurement, see docs/performance.md. Compute bound: 2 (H + V) FLOP forward and 2 (3 H + 2 V) backward for
+every pair of tokens and head, with H and V the widths of keys and values.
+"""
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nmoe.errors import EnvironmentFault
+from nmoe.ops._cute.build import enter_context, kernel_folder
+
+# Read when flash-attn-4 is imported: compiled kernels lie on disk beside this project's own.
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(kernel_folder() / "flash-attn-4"))
+
+from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+__all__ = ["attention", "prepare"]
+
+_SHORTEST_BOUND = 512
+"""Bounds on the documents' length below this would select kernels of their own for short documents."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Documents:
+    """Where the documents of a batch begin and end, on the axis of all its tokens."""
+
+    offset: Tensor
+    """int32, one more than there are documents."""
+    bound: int
+    """No document is longer."""
+    window: int
+    """Tokens that a query sees, itself included; 0 for all before it."""
+
+
+def prepare(document_BT: Tensor, *, window: int, device: torch.device) -> Documents:
+    rows, length = document_BT.shape
+    document_BT = document_BT.cpu()
+    begins_BT = torch.ones(rows, length, dtype=torch.bool)
+    begins_BT[:, 1:] = document_BT[:, 1:] != document_BT[:, :-1]
+    end = torch.tensor([rows * length])
+    offset = torch.cat((begins_BT.flatten().nonzero().squeeze(1), end)).to(torch.int32)
+    longest = int(torch.diff(offset).max()) if len(offset) > 1 else 0
+    return Documents(
+        offset=offset.pin_memory().to(device, non_blocking=True),
+        bound=max(longest, _SHORTEST_BOUND),
+        window=window,
+    )
+
+
+def _check(q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor) -> None:
+    widths, capability = (q_TNH.shape[2], v_TGH.shape[2]), torch.cuda.get_device_capability(q_TNH.device)
+    if q_TNH.dtype is not torch.bfloat16:
+        raise EnvironmentFault(
+            f"attention: found {q_TNH.dtype}, the kernels take bfloat16; set train.dtype=bf16, or NMOE_ARCH=reference"
+        )
+    widest = (256, 256) if capability[0] == 9 else (192, 128) if widths[0] == 192 else (128, 128)
+    if any(width % 8 or not 8 <= width <= most for width, most in zip(widths, widest, strict=True)):
+        raise EnvironmentFault(
+            f"attention: found head widths {widths[0]} (queries, keys) and {widths[1]} (values); this chip's kernels take "
+            f"multiples of 8 up to {widest[0]} and {widest[1]}; set NMOE_ARCH=reference to run plain torch"
+        )
+
+
+def _window(documents: Documents) -> tuple[int | None, int | None]:
+    """Tokens seen to the left and to the right."""
+    return (documents.window - 1, 0) if documents.window else (None, None)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor, documents: Documents, scale: float) -> Tensor:
+        enter_context()
+        left, right = _window(documents)
+        out_TNH, lse_NT, *_ = _flash_attn_fwd(
+            q_TNH,
+            k_TGH,
+            v_TGH,
+            cu_seqlens_q=documents.offset,
+            cu_seqlens_k=documents.offset,
+            max_seqlen_q=documents.bound,
+            max_seqlen_k=documents.bound,
+            softmax_scale=scale,
+            causal=not documents.window,
+            window_size_left=left,
+            window_size_right=right,
+            return_lse=any(ctx.needs_input_grad),
+        )
+        ctx.save_for_backward(q_TNH, k_TGH, v_TGH, out_TNH, lse_NT)
+        ctx.documents, ctx.scale = documents, scale
+        return out_TNH
+
+    @staticmethod
+    def backward(ctx, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        enter_context()
+        q_TNH, k_TGH, v_TGH, out_TNH, lse_NT = ctx.saved_tensors
+        documents = ctx.documents
+        left, right = _window(documents)
+        dq_TNH, dk_TGH, dv_TGH = _flash_attn_bwd(
+            q_TNH,
+            k_TGH,
+            v_TGH,
+            out_TNH,
+            grad_outputs[0].contiguous(),
+            lse_NT,
+            softmax_scale=ctx.scale,
+            causal=not documents.window,
+            window_size_left=left,
+            window_size_right=right,
+            cu_seqlens_q=documents.offset,
+            cu_seqlens_k=documents.offset,
+            max_seqlen_q=documents.bound,
+            max_seqlen_k=documents.bound,
+            deterministic=True,
+        )
+        return dq_TNH, dk_TGH, dv_TGH, None, None
+
+
+def attention(q_BTNH: Tensor, k_BTGH: Tensor, v_BTGH: Tensor, mask: Documents, *, scale: float) -> Tensor:
+    q_TNH, k_TGH, v_TGH = (t.flatten(0, 1) for t in (q_BTNH, k_BTGH, v_BTGH))
+    _check(q_TNH, k_TGH, v_TGH)
+    out_TNH: Tensor = _Attention.apply(q_TNH, k_TGH, v_TGH, mask, scale)  # type: ignore[assignment]
+    return out_TNH.unflatten(0, q_BTNH.shape[:2])
