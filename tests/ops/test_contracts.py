@@ -111,6 +111,17 @@ def test_environment_overrides_arch():
         assert expected in out.stdout
 
 
+def test_dtypes_without_kernels_run_plain_torch(monkeypatch):
+    monkeypatch.setattr(os, "environ", {})
+    arch.decide("bf16")
+    assert "NMOE_ARCH" not in os.environ
+    arch.decide("fp64")
+    assert os.environ["NMOE_ARCH"] == "reference"
+    os.environ["NMOE_ARCH"] = "sm90a"
+    arch.decide("fp32")
+    assert os.environ["NMOE_ARCH"] == "sm90a"  # whoever asks for kernels gets them, or their error
+
+
 def test_importing_ops_reads_no_device():
     code = (
         "import torch\n"

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from nmoe.errors import EnvironmentFault
 
-__all__ = ["Arch", "arch_of", "current"]
+__all__ = ["Arch", "arch_of", "current", "decide"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,3 +84,20 @@ def current() -> Arch:
     if torch.cuda.is_available():
         capability, device = torch.cuda.get_device_capability(), torch.cuda.get_device_name()
     return arch_of(capability, device=device, override=os.environ.get("NMOE_ARCH", ""))
+
+
+def decide(dtype: str) -> Arch:
+    """The arch of a process that computes in a dtype; to be called before anything else asks for it.
+
+    Kernels take bf16 only. fp32 and fp64 are for small models and for checking, and run plain torch on every device,
+    unless ``NMOE_ARCH`` says otherwise.
+
+    Args:
+        dtype: ``bf16``, ``fp32`` or ``fp64``, as in `train.dtype`.
+
+    Raises:
+        EnvironmentFault: See `arch_of`.
+    """
+    if dtype != "bf16":
+        os.environ.setdefault("NMOE_ARCH", "reference")
+    return current()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import nmoe
+from nmoe import arch
 from nmoe.checkpoint.store import find_checkpoint
 from nmoe.config import Config, config_from_tables
 from nmoe.errors import DataError, EnvironmentFault, NmoeError
@@ -77,6 +78,7 @@ def load_run(path: Path, *, dtype: str | None = None) -> "Transformer":
     config = config_from_tables(dict(info.config), where=str(info.path), name="sample")
     if dtype is not None:
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, dtype=dtype))  # type: ignore[arg-type]
+    arch.decide(config.train.dtype)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with torch.device(device):
         model = Transformer(config, comm=Local(device))

@@ -95,7 +95,7 @@ def train(config: Config, *, fresh: bool, bar: ProgressBar) -> Outcome:
     with StopSignal() as stop:
         sets, weights = open_train(config)
         val = open_val(config, like=sets[0])
-        device = choose_device()
+        device = choose_device(config)
         folder = open_folder(config, fresh=fresh)
         log_file = log_to_file(folder.path / "log.txt")
         try:

@@ -57,13 +57,13 @@ class Parts:
     optimizer: Optimizer
 
 
-def choose_device() -> torch.device:
-    """The GPU where there is one, else the CPU; also makes the arithmetic repeatable.
+def choose_device(config: Config) -> torch.device:
+    """The GPU where there is one, else the CPU; also decides the arch and makes the arithmetic repeatable.
 
     Raises:
         EnvironmentFault: the GPU is of a kind that has no kernels here.
     """
-    arch.current()
+    arch.decide(config.train.dtype)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # one of two settings with repeatable sums
     torch.use_deterministic_algorithms(True)
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -3,8 +3,8 @@
 
 All rows of a batch are one axis of tokens and the documents' offsets say who sees whom, so nothing is padded, and no
 work is done between documents or outside a window. Keys and queries may be wider than values: DeepSeek's (192, 128) run
-without padding. Backward adds the shares of dq (and, with grouped heads, of dk and dv) in a fixed order, which costs a
-few percent and makes two runs equal to the bit.
+as they are. Backward adds the shares of dq (and, with grouped heads, of dk and dv) in a fixed order, so that two runs
+are equal to the bit; that costs 10 to 25% of the two passes, and no faster kernel that promises it was found.
 
 Chosen by measurement, see docs/performance.md. Compute bound: 2 (H + V) FLOP forward and 2 (3 H + 2 V) backward for
 every pair of tokens and head, with H and V the widths of keys and values.
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from nmoe.errors import EnvironmentFault
 from nmoe.ops._cute.build import enter_context, kernel_folder
@@ -27,6 +28,8 @@ from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
 __all__ = ["attention", "prepare"]
 
+_WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256))
+"""Widths (keys, values) that are tested; others are filled up with zeros. Found on sm_90a: (48, 32) gives a wrong dq."""
 _SHORTEST_BOUND = 512
 """Bounds on the documents' length below this would select kernels of their own for short documents."""
 
@@ -58,18 +61,16 @@ def prepare(document_BT: Tensor, *, window: int, device: torch.device) -> Docume
     )
 
 
-def _check(q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor) -> None:
-    widths, capability = (q_TNH.shape[2], v_TGH.shape[2]), torch.cuda.get_device_capability(q_TNH.device)
-    if q_TNH.dtype is not torch.bfloat16:
+def _widths(width: int, v_width: int) -> tuple[int, int]:
+    """The narrowest kernel for heads of these widths."""
+    fitting = (pair for pair in _WIDTHS if pair[0] >= width and pair[1] >= v_width)
+    found = next(fitting, None)
+    if found is None:
         raise EnvironmentFault(
-            f"attention: found {q_TNH.dtype}, the kernels take bfloat16; set train.dtype=bf16, or NMOE_ARCH=reference"
+            f"attention: found head widths {width} (queries, keys) and {v_width} (values), the kernels take at most "
+            f"{_WIDTHS[-1][0]} and {_WIDTHS[-1][1]}; set NMOE_ARCH=reference to run plain torch"
         )
-    widest = (256, 256) if capability[0] == 9 else (192, 128) if widths[0] == 192 else (128, 128)
-    if any(width % 8 or not 8 <= width <= most for width, most in zip(widths, widest, strict=True)):
-        raise EnvironmentFault(
-            f"attention: found head widths {widths[0]} (queries, keys) and {widths[1]} (values); this chip's kernels take "
-            f"multiples of 8 up to {widest[0]} and {widest[1]}; set NMOE_ARCH=reference to run plain torch"
-        )
+    return found
 
 
 def _window(documents: Documents) -> tuple[int | None, int | None]:
@@ -127,7 +128,17 @@ class _Attention(torch.autograd.Function):
 
 
 def attention(q_BTNH: Tensor, k_BTGH: Tensor, v_BTGH: Tensor, mask: Documents, *, scale: float) -> Tensor:
-    q_TNH, k_TGH, v_TGH = (t.flatten(0, 1) for t in (q_BTNH, k_BTGH, v_BTGH))
-    _check(q_TNH, k_TGH, v_TGH)
+    if q_BTNH.dtype is not torch.bfloat16:
+        raise EnvironmentFault(
+            f"attention: found {q_BTNH.dtype}, the kernels take bfloat16; set train.dtype=bf16, or NMOE_ARCH=reference"
+        )
+    width, v_width = q_BTNH.shape[3], v_BTGH.shape[3]
+    wide, v_wide = _widths(width, v_width)
+    # Columns of zeros add nothing to a score, and those of the result are left out again.
+    padding = (wide - width, wide - width, v_wide - v_width)
+    q_TNH, k_TGH, v_TGH = (
+        pad(t.flatten(0, 1), (0, more)) if more else t.flatten(0, 1)
+        for t, more in zip((q_BTNH, k_BTGH, v_BTGH), padding, strict=True)
+    )
     out_TNH: Tensor = _Attention.apply(q_TNH, k_TGH, v_TGH, mask, scale)  # type: ignore[assignment]
-    return out_TNH.unflatten(0, q_BTNH.shape[:2])
+    return out_TNH[..., :v_width].unflatten(0, q_BTNH.shape[:2])
