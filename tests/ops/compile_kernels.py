@@ -14,6 +14,8 @@ import sys
 def main(arch: str) -> None:
     os.environ["CUTE_DSL_ARCH"] = arch
     os.environ["QUACK_ARCH"] = {"sm_90a": "90", "sm_100a": "100"}[arch]
+    os.environ["FLASH_ATTENTION_ARCH"] = arch.removesuffix("a")
+    os.environ["FLASH_ATTENTION_NUM_SMS"] = {"sm_90a": "132", "sm_100a": "148"}[arch]
 
     from nmoe.ops.route_topk import Routing
 
@@ -32,6 +34,8 @@ def main(arch: str) -> None:
     op("swiglu").swiglu_kernel("bfloat16")
     op("swiglu").swiglu_backward_kernel("bfloat16")
     op("rope").rotate_kernel("bfloat16", True)
+    op("cross_entropy").softmax_kernel(True, True)
+    compile_attention(op("attention"))
     compile_exchange(op)
     compile_products(op("grouped_gemm", arch.replace("_", "")))
 
@@ -48,6 +52,28 @@ def compile_exchange(op) -> None:
     op("give_back").reduce_push_kernel("bfloat16", 6, True)
     op("give_back").reduce_push_kernel("bfloat16", 8, False)
     op("give_back").values_kernel(6)
+
+
+def compile_attention(attention) -> None:
+    """flash-attn-4 compiles from tensors without memory, all but its semaphores, which get a stand-in here."""
+    import cutlass
+    import torch
+    from cutlass import cute
+    from flash_attn.cute import utils
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def semaphores(tensor, **_):
+        shape = (*(cute.sym_int() for _ in tensor.shape[:3]), tensor.shape[3])
+        return cute.runtime.make_fake_compact_tensor(cutlass.Int32, shape, stride_order=(3, 2, 1, 0), assumed_align=4)
+
+    utils.convert_from_dlpack_leading_static = semaphores
+    tokens, heads = 4096, 16
+    with FakeTensorMode(), torch.device("cuda"):
+        q, k, v = (torch.empty(tokens, heads, width, dtype=torch.bfloat16) for width in (192, 192, 128))
+        offset = torch.empty(6, dtype=torch.int32)
+        documents = attention.Documents(offset=offset, bound=1024, window=0)
+        out, lse = attention.forward(q, k, v, documents, scale=0.1, gradients=True)
+        attention.backward(out, q, k, v, out, lse, documents, scale=0.1)
 
 
 def compile_products(gemm) -> None:

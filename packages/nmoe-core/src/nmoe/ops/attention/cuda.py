@@ -12,6 +12,7 @@ every pair of tokens and head, with H and V the widths of keys and values.
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(kernel_folder() 
 
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
-__all__ = ["attention", "prepare"]
+__all__ = ["Documents", "attention", "backward", "forward", "prepare"]
 
 _WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256))
 """Widths (keys, values) that are tested; others are filled up with zeros. Found on sm_90a: (48, 32) gives a wrong dq."""
@@ -73,30 +74,51 @@ def _widths(width: int, v_width: int) -> tuple[int, int]:
     return found
 
 
-def _window(documents: Documents) -> tuple[int | None, int | None]:
-    """Tokens seen to the left and to the right."""
-    return (documents.window - 1, 0) if documents.window else (None, None)
+def _where(documents: Documents) -> dict[str, Any]:
+    """Who sees whom, as flash-attn-4 takes it."""
+    return {
+        "cu_seqlens_q": documents.offset,
+        "cu_seqlens_k": documents.offset,
+        "max_seqlen_q": documents.bound,
+        "max_seqlen_k": documents.bound,
+        "causal": not documents.window,
+        "window_size_left": documents.window - 1 if documents.window else None,
+        "window_size_right": 0 if documents.window else None,
+    }
+
+
+def forward(
+    q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor, documents: Documents, *, scale: float, gradients: bool
+) -> tuple[Tensor, Tensor | None]:
+    """out_TNH, and with ``gradients`` the log of each softmax's sum, lse_NT in fp32."""
+    where = _where(documents)
+    out_TNH, lse_NT, *_ = _flash_attn_fwd(q_TNH, k_TGH, v_TGH, softmax_scale=scale, return_lse=gradients, **where)
+    return out_TNH, lse_NT
+
+
+def backward(
+    dout_TNH: Tensor,
+    q_TNH: Tensor,
+    k_TGH: Tensor,
+    v_TGH: Tensor,
+    out_TNH: Tensor,
+    lse_NT: Tensor,
+    documents: Documents,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq_TNH, dk_TGH, dv_TGH."""
+    where, kept = _where(documents), (q_TNH, k_TGH, v_TGH, out_TNH, dout_TNH, lse_NT)
+    dq_TNH, dk_TGH, dv_TGH = _flash_attn_bwd(*kept, softmax_scale=scale, deterministic=True, **where)
+    return dq_TNH, dk_TGH, dv_TGH
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor, documents: Documents, scale: float) -> Tensor:
         enter_context()
-        left, right = _window(documents)
-        out_TNH, lse_NT, *_ = _flash_attn_fwd(
-            q_TNH,
-            k_TGH,
-            v_TGH,
-            cu_seqlens_q=documents.offset,
-            cu_seqlens_k=documents.offset,
-            max_seqlen_q=documents.bound,
-            max_seqlen_k=documents.bound,
-            softmax_scale=scale,
-            causal=not documents.window,
-            window_size_left=left,
-            window_size_right=right,
-            return_lse=any(ctx.needs_input_grad),
-        )
+        gradients = any(ctx.needs_input_grad)
+        out_TNH, lse_NT = forward(q_TNH, k_TGH, v_TGH, documents, scale=scale, gradients=gradients)
         ctx.save_for_backward(q_TNH, k_TGH, v_TGH, out_TNH, lse_NT)
         ctx.documents, ctx.scale = documents, scale
         return out_TNH
@@ -104,27 +126,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         enter_context()
-        q_TNH, k_TGH, v_TGH, out_TNH, lse_NT = ctx.saved_tensors
-        documents = ctx.documents
-        left, right = _window(documents)
-        dq_TNH, dk_TGH, dv_TGH = _flash_attn_bwd(
-            q_TNH,
-            k_TGH,
-            v_TGH,
-            out_TNH,
-            grad_outputs[0].contiguous(),
-            lse_NT,
-            softmax_scale=ctx.scale,
-            causal=not documents.window,
-            window_size_left=left,
-            window_size_right=right,
-            cu_seqlens_q=documents.offset,
-            cu_seqlens_k=documents.offset,
-            max_seqlen_q=documents.bound,
-            max_seqlen_k=documents.bound,
-            deterministic=True,
-        )
-        return dq_TNH, dk_TGH, dv_TGH, None, None
+        gradients = backward(grad_outputs[0].contiguous(), *ctx.saved_tensors, ctx.documents, scale=ctx.scale)
+        return *gradients, None, None
 
 
 def attention(q_BTNH: Tensor, k_BTGH: Tensor, v_BTGH: Tensor, mask: Documents, *, scale: float) -> Tensor:
