@@ -116,7 +116,7 @@ def test_browser_shows_every_page_in_both_themes(
             expect(tab.locator(".js-plotly-plot .main-svg").first).to_be_visible(timeout=60_000)
         tab.wait_for_timeout(300)  # charts fade in
         height = tab.evaluate("document.querySelector('[data-testid=stMain]').scrollHeight")
-        tab.set_viewport_size({"width": 1280, "height": min(max(900, height), 3000)})
+        tab.set_viewport_size({"width": 1280, "height": min(max(900, height), 4500)})
         tab.wait_for_timeout(300)
         tab.screenshot(path=str(screenshots / f"{name.lower()}-{theme}.png"))
         wide = tab.evaluate("document.querySelector('[data-testid=stMain]').scrollWidth")

@@ -9,7 +9,7 @@ import duckdb
 import pytest
 from playwright.sync_api import sync_playwright
 
-from nviz import alerts, cli, corpus, spikes, tables
+from nviz import alerts, cli, corpus, tables
 from nviz.alerts import Rule
 from nviz.catalog import Entry, list_entries
 from nviz.settings import Settings, SettingsError
@@ -138,13 +138,13 @@ def test_bad_rules_are_refused_by_name(tmp_path: Path, rule: str, words: str):
 
 def test_spikes_are_found_where_they_are_and_nowhere_else(fleet: Path):
     known = entries(fleet)
-    found = known["spiky"].store().read("s", spikes.find)
+    found = known["spiky"].spikes()
     assert {(spike.name, spike.first, spike.last) for spike in found} == {
         ("train/loss", 220, 223),
         ("train/grad_norm", 220, 223),
     }
-    assert known["baseline"].store().read("s", spikes.find) == []
-    broken = known["broken_values"].store().read("s", spikes.find)
+    assert known["baseline"].spikes() == []
+    broken = known["broken_values"].spikes()
     assert [spike.peak for spike in broken] == [20, 30, 59]
 
 

@@ -81,7 +81,7 @@ def test_runs_lists_every_run_with_status_and_last_values(fleet: Path, page: Ope
     assert table.loc["baseline", "loss"] == last
     assert table.loc["baseline", "best loss"] == best
     assert table.loc["crashed", "note"] == "RuntimeError: device lost"
-    assert re.fullmatch(r"6\d min ago", table.loc["silent", "last sign of life"])
+    assert re.fullmatch(r"6\d min ago", table.loc["silent", "last seen"])
 
 
 def test_runs_can_be_found_by_a_configuration_key(fleet: Path, page: Open):
@@ -216,6 +216,59 @@ def test_router_history_shows_the_layer_that_was_asked_for(fleet: Path, page: Op
             "SELECT value FROM metrics WHERE name = 'router/load' AND layer = 2 ORDER BY expert, step"
         ).fetchnumpy()["value"]
     assert np.allclose(picture.ravel(), stored, rtol=1e-6)
+
+
+def test_router_joins_what_a_rank_received_with_the_time_it_took(
+    write_run: ModuleType, tmp_path: Path, page: Open, spec: Spec
+):
+    with write_run.recorded(tmp_path / "runs", "ranks", steps=40) as writer:
+        for step in range(40):
+            received = np.full((3, 4), 100.0)
+            received[0] = np.nan  # a dense layer
+            received[1, 2] += 10 * (step // 2 % 5)  # layer 1 makes rank 2 slow, layer 2 is uneven without effect
+            received[2] = [50.0, 150.0, 100.0, 100.0]
+            seconds = 1.0 + 0.01 * (received[1] - 100)
+            writer.log(step, {"train/loss": 1.0})
+            writer.log_array(step, "router/load", np.full((3, 8), 0.125), axes=("layer", "expert"))
+            writer.log_array(step, "router/received", received[1:], axes=("layer", "rank"), layers=[1, 2])
+            if step % 2 == 0:
+                writer.log_array(step, "speed/rank_step_time", seconds, axes=("rank",))
+    app = page(tmp_path / "runs", "router", run=["ranks"], newest="false", step="34")
+    assert not app.exception
+    figure = next(f for title, f in charts(app, spec).items() if title.startswith("What each rank received at step 34"))
+    shares, bars = (numbers(trace[axis]) for trace, axis in zip(figure["data"], ("z", "y"), strict=True))
+    assert np.isnan(shares[0]).all()
+    assert np.allclose(shares[1], np.array([100, 100, 120, 100]) / 105)
+    assert np.allclose(shares[2], [0.5, 1.5, 1.0, 1.0])
+    assert np.allclose(bars, [0, 0, 20, 0])  # percent off the median
+    table = app.dataframe[0].value.set_index("layer")
+    assert list(table.index) == [1, 2]  # the layer that slow ranks are slow for stands first
+    assert table.loc[2, "overload now"] == pytest.approx(1.5)
+    assert table.loc[1, "fullest rank now"] == 2
+    assert table.loc[1, "correlation with step time"] > 0.9 > 0.2 > abs(table.loc[2, "correlation with step time"])
+
+
+def test_data_shows_the_judges_scores_beside_the_loss_of_each_source(
+    write_run: ModuleType, tmp_path: Path, page: Open, spec: Spec
+):
+    batches = write_run.make_data(tmp_path / "data")
+    for name, losses in (("whole", {}), ("apart", {"val/source_loss[data/demo]": 2.5, "val/source_loss[other]": 9.0})):
+        with write_run.recorded(tmp_path / "runs", name, steps=3) as writer:
+            for step in range(3):
+                writer.log(step, {"train/loss": 4.0 - step, "val/loss": 5.0 - step, **losses})
+                writer.log_batches(step, batches[step])
+    found = charts(page(tmp_path / "runs", "data", run=["apart"]), spec)
+    scores = found["data/demo, 100% of the tokens: judge scores"]["data"]
+    assert {trace["name"]: int(numbers(trace["y"]).sum()) for trace in scores} == {"crawl.jsonl": 1, "topics.jsonl": 40}
+    loss = found["data/demo: held-out loss"]
+    assert loss["layout"]["yaxis"]["title"]["text"] == "nat/token"
+    assert [(trace["name"], numbers(trace["y"]).tolist()) for trace in loss["data"]] == [("data/demo", [2.5] * 3)]
+    app = page(tmp_path / "runs", "data", run=["whole"])
+    mixture = charts(app, spec)["Loss of the whole mixture"]["data"]
+    assert [(trace["name"], numbers(trace["y"]).tolist()) for trace in mixture] == [
+        ("val/loss", [5.0, 4.0, 3.0]), ("train/loss", [4.0, 3.0, 2.0]),
+    ]  # fmt: skip
+    assert any("of all sources together" in caption.value for caption in app.caption)
 
 
 def test_spike_is_traced_to_its_document_and_what_the_judge_said(fleet: Path, page: Open):

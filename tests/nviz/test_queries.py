@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What leaves the database is small and hides nothing."""
 
+import statistics
 from pathlib import Path
 
 import duckdb
@@ -12,7 +13,7 @@ from hypothesis.extra import numpy as arrays
 
 from nmoe.formats import FormatError
 from nmoe.formats.metrics import STORE, MetricWriter
-from nviz import charts, queries
+from nviz import charts, pictures, queries, spikes
 from nviz.points import MAX_POINTS, Line, bucket_width, values_at
 from nviz.points import points as points_of
 from nviz.source import Store, UnpublishedError
@@ -82,16 +83,19 @@ def test_downsampling_keeps_the_same_points_while_a_run_grows():
     assert set(short.step[short.step < settled]) == set(whole.step[whole.step < settled])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     values=arrays.arrays(np.float64, st.integers(2, 400), elements=ANY),
     cuts=st.lists(st.floats(0, 1), min_size=1, max_size=4),
     limit=st.sampled_from([8, 30, 100]),
 )
 def test_answers_that_grow_equal_those_asked_anew(values: np.ndarray, cuts: list[float], limit: int):
-    points, inventory, latest = None, None, None
+    points, inventory, latest, at = None, None, None, None
     for length in [*sorted(int(cut * len(values)) for cut in cuts), len(values)]:
         store = store_of(values[:length])
+        steps = np.flatnonzero(np.arange(length) % (2 + length % 3))
+        at = values_at(store, "m", steps, at)
+        assert np.array_equal(at.at(steps), values[steps], equal_nan=True)
         points = points_of(store, Line(name="m"), max_points=limit, earlier=points)
         inventory = queries.inventory(store, inventory)
         anew = points_of(store, Line(name="m"), max_points=limit)
@@ -106,6 +110,55 @@ def test_answers_that_grow_equal_those_asked_anew(values: np.ndarray, cuts: list
         assert len(points.step) <= limit
         if len(fine):
             assert (points.value.min(), points.value.max()) == (fine.min(), fine.max())
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1), cuts=st.lists(st.integers(0, 400), max_size=4), columns=st.sampled_from([4, 9, 60])
+)
+def test_spikes_and_pictures_that_grow_equal_those_asked_anew(seed: int, cuts: list[int], columns: int):
+    random = np.random.default_rng(seed)
+    values = random.normal(3, 0.1, 400)
+    values[random.integers(0, 400, 12)] += random.choice([1.0, 5.0, np.nan, np.inf], 12)
+    spiked, drawn = None, None
+    for length in [*sorted(cuts), 400]:
+        store = store_of(values[:length])
+        store.execute(
+            "INSERT INTO metrics SELECT 'p', step, time, value * l, l, NULL, NULL FROM metrics, range(3) AS t(l)"
+        )
+        store.execute("UPDATE metrics SET name = 'train/loss' WHERE name = 'm'")
+        spiked = spikes.find(store, spiked)
+        assert {(spike.first, spike.last, spike.peak) for spike in spiked.spikes} == spikes_of(values[:length])
+        drawn = pictures.picture(store, "p", rows="layer", columns=columns, earlier=drawn)
+        anew = pictures.picture(store, "p", rows="layer", columns=columns)
+        assert drawn.width == anew.width
+        assert len(drawn.first) <= columns
+        assert np.array_equal(drawn.first, anew.first)
+        assert np.allclose(drawn.means, anew.means)
+        assert np.allclose(drawn.values, anew.values, equal_nan=True)
+
+
+def spikes_of(values: np.ndarray) -> set[tuple[int, int, int]]:
+    """(first, last, peak) of every spike, by the definition, one value after the other."""
+    severity = []
+    for place, value in enumerate(values):
+        window = [known for known in values[max(0, place - spikes.WINDOW) : place] if np.isfinite(known)]
+        if not np.isfinite(value):
+            severity.append(np.inf)
+        elif len(window) < 10:
+            severity.append(0.0)
+        else:
+            middle = statistics.median(window)
+            spread = statistics.median(abs(known - middle) for known in window)
+            severity.append((value - middle) / max(1.4826 * spread, 0.01 * abs(middle), 1e-12))
+    found, first = set(), None
+    for place, height in enumerate([*severity, 0.0]):
+        if height >= 8 and first is None:
+            first = place
+        if height < 8 and first is not None:
+            found.add((first, place - 1, first + int(np.argmax(severity[first:place]))))
+            first = None
+    return found
 
 
 def test_growing_asks_only_what_is_new_until_another_process_writes(tmp_path: Path):
@@ -142,25 +195,29 @@ def test_bucket_width_is_round_and_suffices_for_any_alignment(span: int, buckets
 
 def test_values_at_takes_the_last_value_before_a_step():
     connection = store_of(np.array([10.0, 20.0, 30.0]), stride=10)
-    found = values_at(connection, "m", np.array([25, 0, 10, 19, 1000]))
-    assert found.tolist() == [30.0, 10.0, 20.0, 20.0, 30.0]
-    assert np.isnan(values_at(connection, "unknown", np.array([1]))).all()
+    steps = np.array([25, 0, 10, 19, 1000])
+    assert values_at(connection, "m", steps).at(steps).tolist() == [30.0, 10.0, 20.0, 20.0, 30.0]
+    assert np.isnan(values_at(connection, "unknown", np.array([1])).values).all()
 
 
-def test_per_layer_shows_what_stands_out_not_the_mean(tmp_path: Path):
+def test_picture_shows_what_stands_out_not_the_mean(tmp_path: Path):
     with MetricWriter(tmp_path, publish_s=3600) as writer:
         for step in range(1000):
             load = np.full((2, 4), 0.25)
             if step == 777:
                 load[1] = [0.0, 0.75, 0.125, 0.125]
             writer.log_array(step, "router/load", load, axes=("layer", "expert"))
-    picture, first = Store(tmp_path / STORE).read(
-        "x", lambda connection: queries.per_layer(connection, "router/load", layer=1, columns=20)
+    found = Store(tmp_path / STORE).read(
+        "x", lambda connection: pictures.picture(connection, "router/load", rows="expert", layer=1, columns=20)
     )
-    assert picture.shape == (4, len(first))
-    column = int(np.searchsorted(first, 777, side="right")) - 1
-    assert picture[:, column].tolist() == [0.0, 0.75, 0.125, 0.125]
-    assert (np.delete(picture, column, axis=1) == 0.25).all()
+    assert found.values.shape == (4, len(found.first))
+    column = int(np.searchsorted(found.first, 777, side="right")) - 1
+    assert found.values[:, column].tolist() == [0.0, 0.75, 0.125, 0.125]
+    assert (np.delete(found.values, column, axis=1) == 0.25).all()
+    fullest = Store(tmp_path / STORE).read(
+        "y", lambda connection: pictures.picture(connection, "router/load", rows="layer", fullest="expert", columns=20)
+    )
+    assert fullest.values[:, column].tolist() == [1.0, 3.0]
 
 
 def test_measures_show_a_metric_that_the_catalogue_does_not_know():

@@ -8,6 +8,8 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -33,7 +35,7 @@ BATCH_TOKENS = 4 * 128
 class Values:
     """Invented but plausible values, a function of the seed and the step."""
 
-    def __init__(self, *, seed: int = 0, layers: int = 6, experts: int = 16, ranks: int = 2, spike: int | None = None):
+    def __init__(self, *, seed: int = 0, layers: int = 6, experts: int = 16, ranks: int = 4, spike: int | None = None):
         self.random = np.random.default_rng(seed)
         self.layers, self.experts, self.ranks, self.spike = layers, experts, ranks, spike
         self.taste = self.random.normal(0, 0.35, (layers, experts))
@@ -74,12 +76,16 @@ class Values:
     def log(self, writer: MetricWriter, step: int, *, router_every: int = 10) -> None:
         scalars = self.scalars(step)
         writer.log(step, scalars)
-        ranks = scalars["speed/step_time"] * (1 + np.abs(self.random.normal(0, 0.02, self.ranks)))
+        shares = self.load(step)
+        received = np.stack([part.sum(axis=1) for part in np.array_split(shares, self.ranks, axis=1)], axis=1)
+        uneven = received.mean(axis=0) * self.ranks
+        ranks = scalars["speed/step_time"] * (0.6 + 0.4 * uneven + np.abs(self.random.normal(0, 0.005, self.ranks)))
         writer.log_array(step, "speed/rank_step_time", ranks, axes=("rank",))
         if step % 50 == 49:
             writer.log(step, {"val/loss": scalars["train/loss"] + 0.05, "val/loss_per_byte": scalars["train/loss"] / 4})
         if step % router_every == 0:
-            load = self.load(step)
+            load = shares
+            writer.log_array(step, "router/received", received * 2 * BATCH_TOKENS, axes=("layer", "rank"))
             over = load * self.experts
             entropy = -(load * np.log(np.where(load > 0, load, 1))).sum(1) / math.log(self.experts)
             writer.log_array(step, "router/load", load, axes=("layer", "expert"))
@@ -195,6 +201,18 @@ def make_run(
         record.heartbeat(steps)
     _backdate(run / RUN_FILE, began, end - (3600 if status == "stale" else 0), steps)
     return run
+
+
+@contextmanager
+def recorded(root: Path, name: str, *, steps: int) -> Iterator[MetricWriter]:
+    """A finished run whose values the block writes."""
+    run = root / name
+    run.mkdir(parents=True)
+    record = RunRecord(run)
+    record.start(id=name, config=CONFIG, steps=steps)
+    with MetricWriter(run, publish_s=3600) as writer:
+        yield writer
+    record.finish("finished", step=steps)
 
 
 def make_large(root: Path, name: str, *, layers: int = 61, experts: int = 256, steps: int = 30_000) -> Path:

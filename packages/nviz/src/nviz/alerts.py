@@ -148,11 +148,13 @@ def try_rules(entry: Entry, rules: Sequence[Rule]) -> list[Alert]:
         pass  # nothing is written yet, which is no fault
     except NmoeError as error:
         unreadable = Rule(name="metrics cannot be read", kind="status", level="error", status=("unreadable",))
-        found.append(Alert(run=entry.key, rule=unreadable, text=str(error)))
+        found.append(Alert(run=entry.key, rule=unreadable, text=entry.brief(str(error))))
     return found
 
 
 def _state(entry: Entry) -> str:
+    if entry.info.status == "unreadable":
+        return entry.brief(entry.info.error or "")
     return f"{entry.info.status} at step {entry.info.step:,}{f': {entry.info.error}' if entry.info.error else ''}"
 
 

@@ -5,8 +5,10 @@ A key is looked up among the folders that were listed and never joined to a path
 `..`, absolute paths and symbolic links that leave a root name no run.
 """
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import duckdb
 import numpy as np
@@ -15,13 +17,20 @@ from nmoe.formats.files import inside
 from nmoe.formats.metrics import STORE
 from nmoe.formats.runs import RunInfo, list_runs
 from nviz import queries
+from nviz.pictures import Axis, Picture
+from nviz.pictures import grid as grid_of
+from nviz.pictures import picture as picture_of
 from nviz.points import Line, Points
 from nviz.points import points as points_of
 from nviz.queries import Measure
 from nviz.settings import Settings
 from nviz.source import Store, store_at
+from nviz.spikes import Spike
+from nviz.spikes import find as find_spikes
 
 __all__ = ["Entry", "list_entries"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +47,10 @@ class Entry:
         """Whether somebody is writing it, as far as its heartbeat says."""
         return self.info.status == "running"
 
+    def brief(self, fault: str) -> str:
+        """A fault without the run's folder, for where the run's name stands beside it."""
+        return fault.replace(f"{self.info.path}/", "")
+
     def store(self) -> Store:
         """The run's published metrics.
 
@@ -48,23 +61,43 @@ class Entry:
 
     def measures(self) -> dict[str, Measure]:
         """Every metric of the run that has values, by name. Raises as `Store.read` does."""
-        return self.store().grow("inventory", queries.inventory, epoch=self.epoch).measures
+        return self.grown("inventory", queries.inventory).measures
 
     def points(self, line: Line, *, first: int | None = None, last: int | None = None) -> Points:
         """A series of the run with its extremes. Raises as `Store.read` does."""
+        return self.grown(
+            ("points", line, first, last),
+            lambda connection, earlier: points_of(connection, line, first=first, last=last, earlier=earlier),
+        )
 
-        def ask(connection: duckdb.DuckDBPyConnection, earlier: Points | None) -> Points:
-            return points_of(connection, line, first=first, last=last, earlier=earlier)
+    def picture(
+        self, name: str, *, rows: Axis, layer: int | None = None, fullest: Axis | None = None, columns: int = 200
+    ) -> Picture:
+        """A metric of the run along the steps, as `pictures.picture` gives it."""
+        return self.grown(
+            ("picture", name, rows, layer, fullest, columns),
+            lambda connection, earlier: picture_of(
+                connection, name, rows=rows, layer=layer, fullest=fullest, columns=columns, earlier=earlier
+            ),
+        )
 
-        return self.store().grow(("points", line, first, last), ask, epoch=self.epoch)
+    def grid(self, name: str, step: int, *, columns: Axis = "expert") -> np.ndarray:
+        """A metric of layers and experts (or ranks) at one step: float64 [layers, columns]."""
+        return self.store().read(
+            ("grid", name, step), lambda connection: grid_of(connection, name, step, columns=columns)
+        )
 
     def steps(self, name: str) -> np.ndarray:
         """Steps at which a metric was written: int64 [N], ascending."""
+        return self.grown(("steps", name), lambda connection, earlier: queries.steps_of(connection, name, earlier))
 
-        def ask(connection: duckdb.DuckDBPyConnection, earlier: np.ndarray | None) -> np.ndarray:
-            return queries.steps_of(connection, name, earlier)
+    def spikes(self) -> list[Spike]:
+        """Spikes of loss and gradient norm, the most severe first."""
+        return self.grown("spikes", find_spikes).spikes
 
-        return self.store().grow(("steps", name), ask, epoch=self.epoch)
+    def grown(self, key: Hashable, query: Callable[[duckdb.DuckDBPyConnection, T | None], T]) -> T:
+        """`Store.grow` for the process that writes this run."""
+        return self.store().grow(key, query, epoch=self.epoch)
 
     @property
     def epoch(self) -> tuple[str, str, int]:

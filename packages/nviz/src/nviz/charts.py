@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from nviz.palette import ACCENT, BAD, MUTED, SEQUENTIAL, line_style
 
-__all__ = ["Curve", "compact", "curves", "heatmap", "histogram", "mark", "scatter", "smooth", "stacked"]
+__all__ = ["Curve", "compact", "curves", "heatmap", "histogram", "mark", "rank_profile", "scatter", "smooth", "stacked"]
 
 _MARGIN = {"l": 8, "r": 8, "t": 40, "b": 8}
 
@@ -70,8 +70,8 @@ def _layout(figure: go.Figure, *, title: str, x_title: str, y_title: str, height
         height=height,
         margin=_MARGIN,
         xaxis={"title": x_title},
-        yaxis={"title": y_title},
-        legend={"orientation": "h", "yanchor": "top", "y": -0.22, "x": 0},
+        yaxis={"title": y_title, "exponentformat": "SI" if y_title == "byte" else "B"},
+        legend={"orientation": "h", "yanchor": "top", "y": -56 / (height - 90), "x": 0},  # below the axis title
         hovermode="closest",
         uirevision=view,
     )
@@ -197,7 +197,7 @@ def scatter(x: np.ndarray, y: np.ndarray, *, title: str, x_title: str, y_title: 
     keep = np.isfinite(x) & np.isfinite(y)
     figure = go.Figure(
         go.Scatter(
-            x=compact(x[keep]), y=compact(y[keep]), mode="markers", marker={"size": 5, "opacity": 0.5, "color": ACCENT}
+            x=compact(x[keep]), y=compact(y[keep]), mode="markers", marker={"size": 5, "opacity": 0.8, "color": ACCENT}
         )
     )
     _layout(figure, title=title, x_title=x_title, y_title=y_title, height=320, view=view)
@@ -284,4 +284,33 @@ def heatmap(
         autorange="reversed", dtick=max(1, -(-len(picture) // 12)), gridcolor=MUTED, showgrid=False, zeroline=False
     )
     figure.update_xaxes(showgrid=False, zeroline=False)
+    return figure
+
+
+def rank_profile(received: np.ndarray, seconds: np.ndarray, *, title: str, view: str) -> go.Figure:
+    """What each rank received in each layer, and below it how long its step took: a bright column over a tall bar.
+
+    Args:
+        received: float64 [layers, ranks], over an even share.
+        seconds: float64 [ranks]; drawn against their median.
+        title: title of the chart.
+        view: the reader's zoom is kept as long as this stays equal.
+    """
+    figure = heatmap(
+        received, title=title, x_title="rank", y_title="layer", value_title="over an even share", view=view, height=460
+    )
+    figure.update_traces(colorbar={"len": 0.66, "y": 1.0, "yanchor": "top"}, selector={"type": "heatmap"})
+    known = seconds[np.isfinite(seconds)]
+    percent = 100 * (seconds / np.median(known) - 1) if len(known) else seconds
+    figure.add_bar(
+        x=compact(np.arange(len(seconds))), y=compact(percent), customdata=compact(seconds), yaxis="y2",
+        marker={"color": ACCENT}, name="step time",
+        hovertemplate="rank %{x}: %{customdata:.4g} s, %{y:+.2f} % of the median<extra></extra>",
+    )  # fmt: skip
+    figure.update_layout(
+        showlegend=False,
+        xaxis={"anchor": "y2", "dtick": max(1, -(-received.shape[1] // 16))},
+        yaxis={"domain": [0.34, 1.0]},
+        yaxis2={"domain": [0.0, 0.26], "title": "step time<br>off the median (%)", "zeroline": True},
+    )
     return figure

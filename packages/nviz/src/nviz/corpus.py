@@ -24,6 +24,9 @@ from nviz.settings import Settings
 __all__ = [
     "Corpus",
     "Piece",
+    "Scores",
+    "Seen",
+    "corpus_at",
     "find_corpora",
     "fitting_tokenizer",
     "owner",
@@ -34,6 +37,7 @@ __all__ = [
     "verdicts",
 ]
 
+SCORED_DOCUMENTS = 200_000  # after which no further shard is looked into for scores
 DEPTH = 4  # folders below a root that are looked into
 SCORED = "scored.json"
 Connection = duckdb.DuckDBPyConnection
@@ -77,13 +81,18 @@ def owner(corpora: dict[str, Corpus], shard: str) -> tuple[Corpus, str] | None:
     A trainer may have been started elsewhere, so a relative path is matched by its end.
     """
     path = Path(shard)
+    found = corpus_at(corpora, path.parent)
+    return None if found is None else (found, path.name)
+
+
+def corpus_at(corpora: dict[str, Corpus], folder: Path) -> Corpus | None:
+    """The shard set in a folder that a run or its configuration names; None if it may not be shown."""
     sets = [corpus for corpus in corpora.values() if corpus.kind == "shards"]
-    for corpus in sets:
-        if path.is_absolute() and path.parent == corpus.path:
-            return corpus, path.name
-    wanted = path.parent.parts
-    fitting = [c for c in sets if not path.is_absolute() and wanted and c.path.parts[-len(wanted) :] == wanted]
-    return (fitting[0], path.name) if len(fitting) == 1 else None
+    if folder.is_absolute():
+        return next((corpus for corpus in sets if corpus.path == folder), None)
+    wanted = folder.parts
+    fitting = [corpus for corpus in sets if wanted and corpus.path.parts[-len(wanted) :] == wanted]
+    return fitting[0] if len(fitting) == 1 else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,13 +158,49 @@ def _lines_of(shard: Shard) -> list[dict[str, Any]]:
         return lines
 
 
-def scores(shard: Shard) -> dict[str, list[float]]:
-    """Judge scores of a shard's documents by source; documents without a score are left out."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """Judge scores of a shard set.
+
+    Attributes:
+        by_source: float64 [N], scores of the documents of each source; documents without a score are left out.
+        looked_at: documents looked at.
+        total: documents of the set.
+    """
+
+    by_source: dict[str, np.ndarray]
+    looked_at: int
+    total: int
+
+
+_scores: OrderedDict[tuple[Path, int], Scores] = OrderedDict()
+_scores_lock = threading.Lock()
+
+
+def scores(shards: ShardSet) -> Scores:
+    """Scores of a set's documents, of its first shards if it is large; those of the sets looked at last are kept."""
+    key = (shards.directory, (shards.directory / MANIFEST).stat().st_mtime_ns)
+    with _scores_lock:
+        if key not in _scores:
+            _scores[key] = _read_scores(shards)
+            while len(_scores) > 32:
+                _scores.popitem(last=False)
+        return _scores[key]
+
+
+def _read_scores(shards: ShardSet) -> Scores:
     found: dict[str, list[float]] = {}
-    for line in _lines_of(shard):
-        if line.get("score") is not None and line.get("piece", 0) == 0:
-            found.setdefault(str(line.get("source")), []).append(float(line["score"]))
-    return found
+    documents = 0
+    for shard in shards.shards:
+        if documents >= SCORED_DOCUMENTS:
+            break
+        for line in _lines_of(shard):
+            if line.get("piece", 0) == 0:
+                documents += 1
+                if line.get("score") is not None:
+                    found.setdefault(str(line.get("source")), []).append(float(line["score"]))
+    by_source = {source: np.asarray(values) for source, values in sorted(found.items())}
+    return Scores(by_source=by_source, looked_at=documents, total=shards.num_documents)
 
 
 def fitting_tokenizer(shards: ShardSet, settings: Settings) -> Tokenizer | None:
@@ -185,11 +230,30 @@ def text_of(tokenizer: Tokenizer, ids: np.ndarray) -> list[str]:
     return found
 
 
-def seen(connection: Connection) -> list[tuple[str, int, int]]:
-    """What a run has seen so far: (shard, tokens, rows) for each shard."""
-    return connection.execute(
-        'SELECT shard, sum("end" - "start")::BIGINT, count(*) FROM batches GROUP BY shard ORDER BY shard'
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """What a run has read of each shard up to a step: (tokens, rows) by path."""
+
+    shards: dict[str, tuple[int, int]]
+    last: int
+
+
+def seen(connection: Connection, earlier: Seen | None = None) -> Seen:
+    """What a run has seen so far.
+
+    Args:
+        connection: an open store.
+        earlier: the answer on an earlier publication of the same run; only steps after it are asked for.
+    """
+    shards, last = ({}, -1) if earlier is None else (dict(earlier.shards), earlier.last)
+    rows = connection.execute(
+        'SELECT shard, sum("end" - "start")::BIGINT, count(*), max(step) FROM batches WHERE step > ? GROUP BY shard',
+        [last],
     ).fetchall()
+    for shard, tokens, count, step in rows:
+        known = shards.get(shard, (0, 0))
+        shards[shard], last = (known[0] + tokens, known[1] + count), max(last, step)
+    return Seen(shards=dict(sorted(shards.items())), last=last)
 
 
 def verdicts(scored: Corpus, ids: set[str]) -> dict[str, ScoredDocument]:

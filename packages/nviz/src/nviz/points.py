@@ -14,7 +14,7 @@ from typing import Any
 import duckdb
 import numpy as np
 
-__all__ = ["MAX_POINTS", "Connection", "Line", "Points", "bucket_width", "columns_of", "points", "values_at"]
+__all__ = ["MAX_POINTS", "Connection", "Line", "Points", "Values", "bucket_width", "columns_of", "points", "values_at"]
 
 MAX_POINTS = 2_000
 Connection = duckdb.DuckDBPyConnection
@@ -189,24 +189,50 @@ def _drawn(table: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.nda
     return step.astype(np.int64), time, value
 
 
-def values_at(connection: Connection, name: str, steps: np.ndarray) -> np.ndarray:
-    """Value of a scalar metric at each step, or at the last step before it where it has none: float64 [N], NaN before the first.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Values:
+    """A scalar metric at some steps: int64 [N] ascending, float64 [N]."""
+
+    steps: np.ndarray
+    values: np.ndarray
+
+    def at(self, steps: np.ndarray) -> np.ndarray:
+        """The values at some of the steps that were asked for: float64 [M]."""
+        return self.values[np.searchsorted(self.steps, steps)]
+
+
+def values_at(connection: Connection, name: str, steps: np.ndarray, earlier: Values | None = None) -> Values:
+    """A scalar metric at each step, or at the last step before it where it has no value; NaN before the first.
 
     Args:
         connection: an open store.
         name: the metric.
         steps: int64 [N].
+        earlier: the answer for other steps on an earlier publication of the same run; its newest step and those before
+            which it knows nothing are asked again.
     """
-    connection.register("wanted", {"step": steps, "place": np.arange(len(steps))})
+    wanted = np.unique(steps)
+    reused, carried = np.empty(0), np.nan
+    if earlier is not None and len(earlier.steps) > 1:
+        common = np.isin(wanted, earlier.steps[:-1])
+        settled = len(wanted) if common.all() else int(np.argmin(common))  # those before the first that is new
+        if settled:
+            reused = earlier.at(wanted[:settled])
+            carried = float(reused[-1])
+    asked = wanted[len(reused) :]
+    connection.register("wanted", {"step": asked})
     found = columns_of(
         connection,
         """
         WITH known AS (
-            SELECT step, value FROM metrics WHERE name = ? AND layer IS NULL AND expert IS NULL AND rank IS NULL
+            SELECT step, value FROM metrics
+            WHERE name = ? AND step >= ? AND layer IS NULL AND expert IS NULL AND rank IS NULL
         )
-        SELECT known.value FROM wanted ASOF LEFT JOIN known ON wanted.step >= known.step ORDER BY place
+        SELECT known.value, known.step IS NULL AS before
+        FROM wanted ASOF LEFT JOIN known ON wanted.step >= known.step ORDER BY wanted.step
         """,
-        [name],
-    )["value"]
+        [name, int(wanted[len(reused) - 1]) if len(reused) else 0],
+    )
     connection.unregister("wanted")
-    return found
+    fresh = np.where(found["before"], carried, found["value"])
+    return Values(steps=wanted, values=np.concatenate([reused, fresh]))

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions to a metric store, answered inside DuckDB: what it holds, its newest values, its pictures.
+"""Questions to a metric store, answered inside DuckDB: what it holds, and its newest values.
 
 What leaves the database is already as small as a chart. An answer that can be built upon takes the one given on an
-earlier publication and asks only for what came since; lines are in `points.py`.
+earlier publication and asks only for what came since; lines are in `points.py`, pictures in `pictures.py`.
 """
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
-from nviz.points import Connection, bucket_width, columns_of
+from nviz.points import Connection, columns_of
 
-__all__ = ["Inventory", "Latest", "Measure", "grid", "inventory", "latest", "means", "per_layer", "steps_of"]
+__all__ = ["Inventory", "Latest", "Measure", "inventory", "latest", "steps_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +73,7 @@ def inventory(connection: Connection, earlier: Inventory | None = None) -> Inven
     until = connection.execute("SELECT coalesce(max(step), 0) FROM metrics WHERE step >= ?", [since]).fetchall()[0][0]
     rows = connection.execute(
         """
-        SELECT open, name, coalesce(unit, ''), coalesce(kind, ''), coalesce(meaning, ''), rows, first, last, layers,
+        SELECT open, found.name, coalesce(unit, ''), coalesce(kind, ''), coalesce(meaning, ''), rows, first, last, layers,
             experts, ranks, broken, first_broken, last_broken
         FROM (
             SELECT step >= ? AS open, name, count(*) AS rows, min(step) AS first, max(step) AS last,
@@ -83,7 +82,8 @@ def inventory(connection: Connection, earlier: Inventory | None = None) -> Inven
                 min(step) FILTER (NOT isfinite(value)) AS first_broken,
                 max(step) FILTER (NOT isfinite(value)) AS last_broken
             FROM metrics WHERE step >= ? GROUP BY ALL
-        ) LEFT JOIN (SELECT DISTINCT ON (name) * FROM catalogue) USING (name) ORDER BY open, name
+        ) AS found LEFT JOIN (SELECT DISTINCT ON (name) * FROM catalogue) AS known ON known.name = split_part(found.name, '[', 1)
+        ORDER BY open, found.name
         """,
         [until, since],
     ).fetchall()
@@ -122,70 +122,6 @@ def steps_of(connection: Connection, name: str, earlier: np.ndarray | None = Non
         [name, int(known[-1]) if len(known) else -1],
     )
     return np.concatenate([known, np.asarray(table["step"], np.int64)])
-
-
-def grid(connection: Connection, name: str, step: int) -> np.ndarray:
-    """A layer x expert metric at one step: float64 [layers, experts], NaN where nothing was written."""
-    table = columns_of(
-        connection,
-        "SELECT layer, expert, value FROM metrics WHERE name = ? AND step = ? AND layer IS NOT NULL AND expert IS NOT NULL",
-        [name, step],
-    )
-    return _fill(table["layer"], table["expert"], table["value"])
-
-
-def per_layer(
-    connection: Connection, name: str, *, layer: int | None = None, columns: int = 200
-) -> tuple[np.ndarray, np.ndarray]:
-    """A metric along the steps as a picture: float64 [rows, N] and the first step of each column, int64 [N].
-
-    Rows are layers, or the experts of `layer` if that is given, or ranks for a metric that has only those. A column
-    shows the value that is farthest from the mean of its row over the run, so what stands out is not averaged away.
-
-    Args:
-        connection: an open store.
-        name: the metric.
-        layer: the layer whose experts are wanted.
-        columns: largest number of columns.
-    """
-    axis = "coalesce(layer, rank)" if layer is None else "expert"
-    where, parameters = ("expert IS NULL", [name]) if layer is None else ("layer = ?", [name, layer])
-    low, high = connection.execute("SELECT min(step), max(step) FROM metrics WHERE name = ?", [name]).fetchall()[0]
-    if low is None:
-        return np.empty((0, 0)), np.empty(0, np.int64)
-    width = bucket_width(high - low + 1, columns)
-    table = columns_of(
-        connection,
-        f"""
-        WITH chosen AS (
-            SELECT {axis} AS place, step // {width} AS bucket, step, value FROM metrics
-            WHERE name = ? AND {where} AND {axis} IS NOT NULL AND isfinite(value)
-        ), middle AS (SELECT place, avg(value) AS mean FROM chosen GROUP BY place)
-        SELECT place, bucket, arg_max(value, abs(value - mean)) AS value, min(step) AS first
-        FROM chosen JOIN middle USING (place) GROUP BY place, bucket
-        """,  # noqa: S608 - built from constants
-        parameters,
-    )
-    buckets, column = np.unique(table["bucket"], return_inverse=True)
-    return _fill(table["place"], column, table["value"]), np.asarray(buckets, np.int64) * width
-
-
-def means(connection: Connection, name: str, axis: Literal["layer", "rank"]) -> np.ndarray:
-    """Mean of a metric over the run for each index of an axis: float64 [N], NaN where there is none."""
-    table = columns_of(
-        connection,
-        f"SELECT {axis} AS place, avg(value) AS mean FROM metrics WHERE name = ? AND {axis} IS NOT NULL AND isfinite(value) GROUP BY place",  # noqa: S608
-        [name],
-    )
-    return _fill(table["place"], np.zeros_like(table["place"]), table["mean"]).ravel()
-
-
-def _fill(row: np.ndarray, column: np.ndarray, value: np.ndarray) -> np.ndarray:
-    if not len(row):
-        return np.empty((0, 0))
-    picture = np.full((int(row.max()) + 1, int(column.max()) + 1), np.nan)
-    picture[row, column] = value
-    return picture
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from nmoe.formats import NmoeError
-from nviz import alerts, charts, queries, series, spikes
+from nviz import alerts, charts, queries, series
 from nviz.catalog import Entry
 from nviz.points import Line
 from nviz.summary import flatten
@@ -37,7 +37,7 @@ def report(entry: Entry) -> str:
     with store.session():
         measures = entry.measures()
         figures = list(_figures(entry, measures))
-        found = store.read("spikes", spikes.find)
+        found = entry.spikes()
     info = entry.info
     facts = {
         "status": info.status,
@@ -93,10 +93,7 @@ def _figures(entry: Entry, measures: dict[str, queries.Measure]) -> Iterator[go.
 
 
 def _grid(entry: Entry, measure: queries.Measure) -> go.Figure:
-    picture = entry.store().read(
-        ("grid", measure.name, measure.last_step),
-        lambda connection: queries.grid(connection, measure.name, measure.last_step),
-    )
+    picture = entry.grid(measure.name, measure.last_step)
     return charts.heatmap(
         picture,
         title=f"{measure.name} at step {measure.last_step:,}",

@@ -8,7 +8,7 @@ import numpy as np
 
 from nviz.catalog import Entry
 from nviz.charts import Curve, smooth
-from nviz.points import Line, Points, values_at
+from nviz.points import Line, Points, Values, values_at
 
 __all__ = ["AXES", "View", "axis_title", "curve"]
 
@@ -86,12 +86,11 @@ def _against(
     """Another metric's values at the points, the means and the steps that are not finite."""
     wanted = (found.step, found.mean_step, found.broken_step)
 
-    def ask(connection: duckdb.DuckDBPyConnection) -> np.ndarray:
-        return values_at(connection, name, np.concatenate(wanted))
+    def ask(connection: duckdb.DuckDBPyConnection, earlier: Values | None) -> Values:
+        return values_at(connection, name, np.concatenate(wanted), earlier)
 
-    values = entry.store().read(("against", name, line, view.first, view.last), ask)
-    ends = np.cumsum([len(steps) for steps in wanted])
-    return values[: ends[0]], values[ends[0] : ends[1]], values[ends[1] :]
+    values = entry.grown(("against", name, line, view.first, view.last), ask)
+    return values.at(found.step), values.at(found.mean_step), values.at(found.broken_step)
 
 
 def _clock(entry: Entry, found: Points, *, elapsed: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

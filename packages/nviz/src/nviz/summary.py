@@ -51,9 +51,7 @@ def _summary(entry: Entry, *, wait: bool) -> Summary:
         store = entry.store()
         if not wait and not store.knows(NAMES):
             return Summary(pending=True)
-        found = store.grow(
-            NAMES, lambda connection, earlier: queries.latest(connection, NAMES, earlier), epoch=entry.epoch
-        )
+        found = entry.grown(NAMES, lambda connection, earlier: queries.latest(connection, NAMES, earlier))
     except UnpublishedError:
         return Summary()
     except NmoeError as error:

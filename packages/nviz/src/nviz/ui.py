@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, ParamSpec
 
+import numpy as np
 import plotly.graph_objects as go
 import streamlit as st
 
@@ -109,7 +110,6 @@ def choose_runs(known: dict[str, Entry]) -> list[Entry]:
         "Runs",
         list(known),
         key="run",
-        format_func=lambda key: f"{key} · {known[key].info.status}" if key in known else key,
         placeholder="Choose runs to see",
         help="The pages show these runs; the first is the one looked at where a page shows a single run.",
     )
@@ -162,12 +162,16 @@ def live(function: Callable[P, None], chosen: Sequence[Entry], *, what: str) -> 
         what: names the part where it cannot be drawn; Streamlit would show a fault in it before the page could.
     """
 
+    keys, interval = [entry.key for entry in chosen], refreshed(chosen)
+
     @functools.wraps(function)
     def guarded(*arguments: P.args, **named: P.kwargs) -> None:
         with guard(what):
             function(*arguments, **named)
+        if interval is not None and refreshed([known for known in map(entries().get, keys) if known]) is None:
+            st.rerun()  # the last of the runs has ended: the page is drawn once more, without a timer
 
-    return st.fragment(guarded, run_every=refreshed(chosen))
+    return st.fragment(guarded, run_every=interval)
 
 
 def ago(seconds: float) -> str:
@@ -216,8 +220,13 @@ def chart(figure: go.Figure, *, key: str, alt: str, on_range: Callable[[float, f
     def marked() -> None:
         boxes = st.session_state[key]["selection"]["box"]
         if boxes and len(boxes[-1].get("x", ())) == 2:
-            low, high = sorted(float(x) for x in boxes[-1]["x"])
+            low, high = sorted(_number(x) for x in boxes[-1]["x"])
             on_range(low, high)
 
     figure.update_layout(dragmode="select", selectdirection="h")
     st.plotly_chart(figure, key=key, alt=alt, config=config, on_select=marked, selection_mode="box")
+
+
+def _number(x: float | str) -> float:
+    """A place on an x axis; dates, which Plotly gives as text in UTC, as Unix milliseconds."""
+    return float(np.datetime64(x.replace(" ", "T"), "us").astype(np.int64)) / 1000 if isinstance(x, str) else float(x)

@@ -27,7 +27,12 @@ def _table(listed: list[Entry], rules: tuple[alerts.Rule, ...]) -> None:
     found.sort(key=lambda alert: alerts.LEVELS.index(alert.rule.level))
     st.dataframe(
         [{"level": alert.rule.level, "run": alert.run, "rule": alert.rule.name, "what": alert.text} for alert in found],
-        column_config={"what": st.column_config.TextColumn(width="large")},
+        column_config={
+            "level": st.column_config.TextColumn(width=70),
+            "run": st.column_config.TextColumn(width=150),
+            "rule": st.column_config.TextColumn(width=190),
+            "what": st.column_config.TextColumn(width="large"),
+        },
         hide_index=True,
         alt="Rules that hold, by run",
     )
@@ -66,6 +71,13 @@ def main() -> None:
             }
             for rule in rules
         ],
+        column_config={
+            "kind": st.column_config.TextColumn(width=80),
+            "level": st.column_config.TextColumn(width=70),
+            "limit": st.column_config.NumberColumn(width=50),
+            "by": st.column_config.NumberColumn(width=50),
+            "status": st.column_config.TextColumn(width=170),
+        },
         hide_index=True,
         placeholder="-",
         alt="The rules",

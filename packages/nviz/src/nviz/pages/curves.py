@@ -168,7 +168,7 @@ def _one(
         figure,
         key=f"curve-{title}-{view.first}-{view.last}",
         alt=f"{title} against {view.x} of {len(drawn)} runs. {measure.meaning}",
-        on_range=None if view.x == "clock" else zoom,
+        on_range=zoom,
     )
 
 
@@ -179,7 +179,7 @@ def _downloads(lines: list[Line], view: series.View) -> None:
     def make(kind: tables.Kind) -> bytes:
         return tables.table(ui.runs_in_view(), names, first=view.first, last=view.last, kind=kind)
 
-    with st.container(horizontal=True):
+    with st.container(horizontal=True, vertical_alignment="center"):
         st.download_button(
             "CSV", lambda: make("csv"), "metrics.csv", "text/csv", icon=":material/download:", on_click="ignore",
             help="Every stored value of these metrics and runs in this range, none left out.",

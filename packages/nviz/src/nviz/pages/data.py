@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the model is fed: shards, documents as tokens, judge scores, and how much of it a run has seen."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,27 +9,32 @@ import streamlit as st
 
 from nmoe.formats.documents import open_scored
 from nmoe.formats.shards import ShardSet, open_shards, verify_shards
-from nviz import charts, corpus, reading, ui
+from nviz import charts, corpus, reading, series, ui
+from nviz.catalog import Entry
 from nviz.corpus import Corpus
+from nviz.points import Line
 
 VERIFY_LIMIT = 4 << 30  # bytes that a page re-reads on request
 SHOWN_VERDICTS = 200
+SHOWN_SOURCES = 6
+SOURCE_LOSS = "val/source_loss"
 
 
 def _seen(known: dict[str, Corpus]) -> None:
-    """Tokens that the run has seen of each source of its mixture, and how often over."""
+    """Tokens that the run has seen of each source of its mixture, how often over, and what the judge said of it."""
     entry = ui.focus(ui.runs_in_view())
     if entry is None:
         return
-    with ui.guard(entry.key):
-        rows = entry.store().read("seen", corpus.seen)
+    with ui.guard(entry.key), entry.store().session():
+        shards = entry.grown("seen", corpus.seen).shards
         ui.freshness(entry)
-        total = sum(tokens for _, tokens, _ in rows)
-        if not rows:
+        total = sum(tokens for tokens, _ in shards.values())
+        if not shards:
             st.info("This run has recorded no batches yet.", icon=":material/hourglass_empty:")
             return
         table: dict[str, dict[str, Any]] = {}
-        for shard, tokens, sequences in rows:
+        sources: dict[str, Corpus] = {}
+        for shard, (tokens, sequences) in shards.items():
             owner = corpus.owner(known, shard)
             key = owner[0].key if owner else shard
             line = table.setdefault(key, {"data": key, "tokens seen": 0, "rows": 0, "share": 0.0, "passes": None})
@@ -36,6 +42,7 @@ def _seen(known: dict[str, Corpus]) -> None:
             line["rows"] += sequences
             line["share"] = line["tokens seen"] / total
             if owner:
+                sources[key] = owner[0]
                 line["passes"] = line["tokens seen"] / max(1, _set(owner[0]).num_tokens)
         st.dataframe(
             list(table.values()),
@@ -49,6 +56,52 @@ def _seen(known: dict[str, Corpus]) -> None:
             placeholder="-",
             alt="Tokens that the run has seen of each source",
         )
+        st.subheader("What the judge said, beside the loss")
+        order = sorted(sources, key=lambda key: -table[key]["tokens seen"])
+        for key in order[:SHOWN_SOURCES]:
+            with ui.guard(key):
+                _beside(entry, sources[key], share=table[key]["share"])
+        if len(order) > SHOWN_SOURCES:
+            st.caption(f"The {SHOWN_SOURCES} sources of which most was seen, of {len(order)}.")
+
+
+def _beside(entry: Entry, source: Corpus, *, share: float) -> None:
+    """Judge scores of one source of the mixture, and the held-out loss on it along the steps."""
+    left, right = st.columns(2)
+    shards = _set(source)
+    with left:
+        _histogram(corpus.scores(shards), f"{source.key}, {share:.0%} of the tokens: judge scores", f"mix-{source.key}")
+    with right:
+        measures = entry.measures()
+        mine = [name for name in measures if _names(name, source, shards)]
+        whole = [name for name in ("val/loss", "train/loss") if name in measures]
+        lines = [
+            series.curve(entry, Line(name=name), series.View(), number=number, label=_label(name))
+            for number, name in enumerate(mine or whole)
+        ]
+        if not lines:
+            st.caption("This run has written no loss yet.")
+            return
+        title = f"{source.key}: held-out loss" if mine else "Loss of the whole mixture"
+        figure = charts.curves(lines, title=title, x_title="step", y_title="nat/token", view=entry.key, height=300)
+        ui.chart(figure, key=f"mix-loss-{source.key}", alt=title)
+        if not mine:
+            st.caption(
+                f"The run writes no `{SOURCE_LOSS}` for this source, so the loss is that of all sources together."
+            )
+
+
+def _names(name: str, source: Corpus, shards: ShardSet) -> bool:
+    """Whether a metric is the held-out loss on a data set, or on one of the sources that it was packed from."""
+    if not (name.startswith(f"{SOURCE_LOSS}[") and name.endswith("]")):
+        return False
+    text = name[len(SOURCE_LOSS) + 1 : -1]
+    parts = Path(text).parts
+    return text in shards.manifest.get("sources", {}) or (bool(parts) and source.path.parts[-len(parts) :] == parts)
+
+
+def _label(name: str) -> str:
+    return name[len(SOURCE_LOSS) + 1 : -1] if name.startswith(SOURCE_LOSS) else name
 
 
 def _set(found: Corpus) -> ShardSet:
@@ -75,26 +128,26 @@ def _manifest(shards: ShardSet) -> None:
             {"source": name, **counts, "share": counts.get("tokens", 0) / max(1, shards.num_tokens)}
             for name, counts in sources.items()
         ],
-        column_config={"share": st.column_config.NumberColumn(format="percent")},
+        column_config={
+            "documents": st.column_config.NumberColumn(format="localized"),
+            "tokens": st.column_config.NumberColumn(format="localized"),
+            "text_bytes": st.column_config.NumberColumn("bytes of text", format="localized"),
+            "share": st.column_config.NumberColumn(format="percent"),
+        },
         hide_index=True,
         alt="Documents and tokens by source",
     )
 
 
-def _scores(shards: ShardSet) -> None:
+def _histogram(found: corpus.Scores, title: str, key: str) -> None:
     """Distribution of the judge's scores by source."""
-    by_source: dict[str, list[float]] = {}
-    for shard in shards.shards:
-        for source, values in corpus.scores(shard).items():
-            by_source.setdefault(source, []).extend(values)
-    if not by_source:
-        st.caption("These documents carry no judge scores.")
+    if not found.by_source:
+        st.caption(f"{title}: these documents carry none.")
         return
-    figure = charts.histogram(
-        {name: np.asarray(values) for name, values in by_source.items()},
-        title="Judge scores by source", x_title="score", y_title="documents",
-    )  # fmt: skip
-    ui.chart(figure, key="data-scores", alt="Distribution of judge scores by source")
+    figure = charts.histogram(found.by_source, title=title, x_title="score", y_title="documents")
+    ui.chart(figure, key=key, alt=title)
+    if found.looked_at < found.total:
+        st.caption(f"Of the first {found.looked_at:,} of {found.total:,} documents.")
 
 
 def _browse(shards: ShardSet) -> None:
@@ -189,7 +242,7 @@ def main() -> None:
         shards = open_shards(found.path)
         _manifest(shards)
         _verification(found, shards)
-        _scores(shards)
+        _histogram(corpus.scores(shards), "Judge scores by source", "data-scores")
         st.subheader("Documents")
         _browse(shards)
 

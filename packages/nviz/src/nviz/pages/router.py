@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Router health: who receives the tokens, layer by layer, expert by expert, and whether it stays that way."""
 
+import duckdb
 import numpy as np
 import streamlit as st
 
-from nviz import charts, queries, ui
+from nviz import charts, ranks, ui
 from nviz.catalog import Entry
-from nviz.points import Line, values_at
+from nviz.points import Line, Values, values_at
 from nviz.queries import Measure
 
 LOAD = "router/load"
@@ -15,14 +16,12 @@ LOAD = "router/load"
 def _heatmap(key: str, name: str, relative: bool) -> None:
     """The layer x expert picture at the chosen step: the newest unless the slider was moved."""
     entry = ui.entry_now(key)
-    store = entry.store()
     steps = entry.steps(name)
     if not len(steps):
         st.info(f"{name} has no values yet.", icon=":material/hourglass_empty:")
         return
-    at = st.session_state.get("at")
-    step = int(steps[-1]) if at is None else int(steps[max(0, int(np.searchsorted(steps, at, side="right")) - 1)])
-    picture = store.read(("grid", name, step), lambda connection: queries.grid(connection, name, step))
+    step = _shown(steps)
+    picture = entry.grid(name, step)
     ui.freshness(entry, step=step)
     experts = picture.shape[1]
     shown = picture * experts if relative else picture
@@ -41,6 +40,12 @@ def _heatmap(key: str, name: str, relative: bool) -> None:
     ui.chart(figure, key="router-grid", alt=title)
     if name == LOAD and picture.size:
         _facts(picture)
+
+
+def _shown(steps: np.ndarray) -> int:
+    """The step that the slider names, or the last written before it."""
+    at = st.session_state.get("at")
+    return int(steps[-1] if at is None else steps[max(0, int(np.searchsorted(steps, at, side="right")) - 1)])
 
 
 def _facts(picture: np.ndarray) -> None:
@@ -97,46 +102,128 @@ def _history(key: str, name: str, layer: int) -> None:
     with store.session():
         measures = entry.measures()
         with ui.guard(name):
-            picture, first = store.read(
-                ("history", name, layer), lambda connection: queries.per_layer(connection, name, layer=layer)
-            )
-            if picture.size:
+            found = entry.picture(name, rows="expert", layer=layer)
+            if found.values.size:
                 title = f"{name} of layer {layer}, by expert"
                 figure = charts.heatmap(
-                    picture, title=title, x=first, x_title="step", y_title="expert", value_title=measures[name].label,
-                    view=f"{key} {layer}", height=360,
+                    found.values, title=title, x=found.first, x_title="step", y_title="expert",
+                    value_title=measures[name].label, view=f"{key} {layer}", height=360,
                 )  # fmt: skip
                 ui.chart(figure, key="router-history", alt=title)
             else:
                 st.caption(f"Layer {layer} has no experts.")
         columns = st.columns(2)
-        others = [m for m in measures.values() if m.layers and not m.experts]
+        others = [m for m in measures.values() if m.layers and not m.experts and not m.ranks]
         others.sort(key=lambda m: (m.name not in PER_LAYER, m.name))
         for place, measure in enumerate(others):
             with columns[place % 2], ui.guard(measure.name):
                 _by_layer(entry, measure)
+        st.subheader("What imbalance costs")
+        with ui.guard("Ranks"):
+            _ranks(entry, measures)
         with ui.guard("Cost of imbalance"):
             _cost(entry, measures)
 
 
 def _by_layer(entry: Entry, measure: Measure) -> None:
-    picture, first = entry.store().read(
-        ("layers", measure.name), lambda connection: queries.per_layer(connection, measure.name)
-    )
+    found = entry.picture(measure.name, rows="layer")
     figure = charts.heatmap(
-        picture, title=measure.name, x=first, x_title="step", y_title="layer",
+        found.values, title=measure.name, x=found.first, x_title="step", y_title="layer",
         value_title=measure.unit if measure.unit != "1" else "", view=entry.key, height=300,
     )  # fmt: skip
     ui.chart(figure, key=f"router-{measure.name}", alt=f"{measure.name} by layer and step. {measure.meaning}")
+
+
+def _ranks(entry: Entry, measures: dict[str, Measure]) -> None:
+    """What each rank received, layer by layer, beside the time that it took."""
+    measure = measures.get(ranks.RECEIVED)
+    if measure is None or measure.ranks < 2:
+        st.caption(f"This run has written no {ranks.RECEIVED}; a run on several ranks does.")
+        return
+    steps = entry.steps(ranks.RECEIVED)
+    found = entry.store().read(
+        "ranks",
+        lambda connection: ranks.joined(connection, steps, layers=measure.layers, ranks=measure.ranks),
+    )
+    step = _shown(steps)
+    received = ranks.over_mean(entry.grid(ranks.RECEIVED, step, columns="rank"))
+    seconds = entry.store().read(
+        ("rank-seconds", step), lambda connection: ranks.seconds_at(connection, step, ranks=measure.ranks)
+    )
+    title = f"What each rank received at step {step:,}, and how long it took"
+    ui.chart(charts.rank_profile(received, seconds, title=title, view=entry.key), key="router-ranks", alt=title)
+    left, right = st.columns(2)
+    with left:
+        over = entry.picture(ranks.RECEIVED, rows="layer", fullest="rank")
+        title = "Fullest rank over the mean, by layer"
+        figure = charts.heatmap(
+            over.values, title=title, x=over.first, x_title="step", y_title="layer", value_title="", view=entry.key,
+            height=320,
+        )  # fmt: skip
+        ui.chart(figure, key="router-overload", alt=title)
+    with right:
+        share, time = np.ma.masked_invalid(found.received_SLR).mean(axis=1).filled(np.nan), found.relative
+        title = "Time of a rank against what it received"
+        figure = charts.scatter(
+            share.ravel(), time.ravel(), title=title, x_title="received over an even share, mean of layers",
+            y_title="step time over the median", view=entry.key,
+        )  # fmt: skip
+        ui.chart(
+            figure, key="router-rank-time", alt=f"{title}: one point a rank and step, the newest {len(found.steps)}"
+        )
+    _layers(found)
+
+
+def _routed(found: ranks.Joined) -> np.ndarray:
+    """Layers that have a router."""
+    return np.flatnonzero(np.isfinite(found.received_SLR).any(axis=(0, 2)))
+
+
+def _layers(found: ranks.Joined) -> None:
+    """Which layers the slow ranks are slow for."""
+    layers = _routed(found)
+    fullest = np.fmax.reduce(found.received_SLR[:, layers], axis=2)
+    correlation = found.correlation()[layers]
+    rows = [
+        {
+            "layer": int(layer),
+            "overload now": float(fullest[-1, place]),
+            "overload, mean": float(np.nanmean(fullest[:, place])),
+            "fullest rank now": int(np.nan_to_num(found.received_SLR[-1, layer]).argmax()),
+            "correlation with step time": float(correlation[place]),
+        }
+        for place, layer in enumerate(layers)
+    ]
+    rows.sort(key=lambda row: -np.nan_to_num(row["correlation with step time"], nan=-2.0))
+    two = st.column_config.NumberColumn(format="%.2f")
+    st.dataframe(
+        rows,
+        column_config={
+            "overload now": two,
+            "overload, mean": two,
+            "correlation with step time": st.column_config.NumberColumn(
+                format="%.2f",
+                help=f"Over ranks and the newest {len(found.steps)} logged steps: whether a rank that receives more in this "
+                "layer takes longer. 1: always; 0: not at all.",
+            ),
+        },
+        hide_index=True,
+        placeholder="-",
+        height=min(280, 38 + 35 * len(rows)),
+        alt="Layers by how much their imbalance goes with the time of a rank",
+    )
 
 
 def _cost(entry: Entry, measures: dict[str, Measure]) -> None:
     """Step time against the overload of the fullest rank: what imbalance costs, one point a logged step."""
     if not {"router/overload", "speed/step_time"} <= set(measures):
         return
-
     found = entry.points(Line(name="router/overload"))
-    seconds = entry.store().read("cost", lambda connection: values_at(connection, "speed/step_time", found.step))
+
+    def ask(connection: duckdb.DuckDBPyConnection, earlier: Values | None) -> Values:
+        return values_at(connection, "speed/step_time", found.step, earlier)
+
+    seconds = entry.grown("cost", ask).at(found.step)
     if not len(found.step):
         return
     st.metric(

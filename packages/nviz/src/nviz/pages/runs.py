@@ -18,41 +18,48 @@ def _row(entry: Entry, summary: Summary) -> dict[str, Any]:
     return {
         "run": entry.key,
         "status": info.status,
-        "last sign of life": "" if info.heartbeat_at is None else f"{ui.ago(time.time() - info.heartbeat_at)} ago",
-        "step": info.step,
+        "last seen": "" if info.heartbeat_at is None else f"{ui.ago(time.time() - info.heartbeat_at)} ago",
         "progress": min(1.0, info.step / info.steps) if info.steps else None,
+        "step": info.step,
         "loss": summary.loss,
         "best loss": summary.best_loss,
-        "val loss": summary.val_loss,
-        "best val loss": summary.best_val_loss,
         "tokens": summary.tokens,
         "tokens/s": summary.tokens_per_second,
         "MFU": summary.mfu,
         "overload": summary.overload,
+        "val loss": summary.val_loss,
+        "best val loss": summary.best_val_loss,
         "started": None
         if info.started_at is None
         else time.strftime("%Y-%m-%d %H:%M", time.localtime(info.started_at)),
-        "note": info.error or summary.error or ("reading ..." if summary.pending else ""),
+        "note": entry.brief(info.error or summary.error or "") or ("reading ..." if summary.pending else ""),
     }
 
 
-_LOSS = st.column_config.NumberColumn(format="%.4f")
+def _number(label: str, format: str, width: int, help: str | None = None) -> Any:
+    return st.column_config.NumberColumn(label, format=format, width=width, help=help)
+
+
+# Pixels, so that a run's state, losses and speed fit a 1280 px window; the rest is a scroll away.
 COLUMNS = {
-    "run": st.column_config.TextColumn("run", pinned=True),
-    "progress": st.column_config.ProgressColumn("progress", format="percent", min_value=0.0, max_value=1.0),
-    "step": st.column_config.NumberColumn("step", format="localized"),
-    "loss": _LOSS,
-    "best loss": _LOSS,
-    "val loss": _LOSS,
-    "best val loss": _LOSS,
-    "tokens": st.column_config.NumberColumn("tokens", format="compact"),
-    "tokens/s": st.column_config.NumberColumn("tokens/s", format="compact"),
-    "MFU": st.column_config.NumberColumn("MFU", format="percent"),
-    "overload": st.column_config.NumberColumn(
+    "run": st.column_config.TextColumn("run", pinned=True, width=130),
+    "status": st.column_config.TextColumn("status", width=76),
+    "last seen": st.column_config.TextColumn("last seen", width=88, help="Last sign of life."),
+    "progress": st.column_config.ProgressColumn("progress", format="percent", min_value=0.0, max_value=1.0, width=104),
+    "step": _number("step", "localized", 66),
+    "loss": _number("loss", "%.4f", 66),
+    "best loss": _number("best loss", "%.4f", 76),
+    "tokens": _number("tokens", "compact", 66),
+    "tokens/s": _number("tokens/s", "compact", 72),
+    "MFU": _number("MFU", "percent", 68),
+    "overload": _number(
         "overload",
-        format="%.2f",
-        help="Rows of the fullest rank over the mean: what an uneven router costs beside every tokens/s.",
+        "%.2f",
+        76,
+        "Rows of the fullest rank over the mean: what an uneven router costs beside every tokens/s.",
     ),
+    "val loss": _number("val loss", "%.4f", 80),
+    "best val loss": _number("best val loss", "%.4f", 100),
 }
 
 
@@ -87,7 +94,7 @@ def _table() -> None:
     )
     for entry in listed:
         if fault := entry.info.error or summaries[entry.key].error:
-            st.caption(f"{ui.ICONS[entry.info.status]} **{entry.key}** ({entry.info.status}): {fault}")
+            st.caption(f"{ui.ICONS[entry.info.status]} **{entry.key}** ({entry.info.status}): {entry.brief(fault)}")
     if any(summary.pending for summary in summaries.values()):
         # Stores that are read stay read, so this ends.
         st.rerun()

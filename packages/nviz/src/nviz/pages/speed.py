@@ -4,7 +4,7 @@
 import numpy as np
 import streamlit as st
 
-from nviz import charts, queries, series, ui
+from nviz import charts, series, ui
 from nviz.catalog import Entry
 from nviz.points import Line
 from nviz.queries import Measure
@@ -47,24 +47,23 @@ def _ranks(entry: Entry, measures: dict[str, Measure]) -> None:
     """Step time by rank, and who is slow how often."""
     if RANK_TIME not in measures:
         return
-    picture, first = entry.store().read(
-        "ranks", lambda connection: queries.per_layer(connection, RANK_TIME, columns=300)
-    )
-    if picture.shape[0] < 2:
+    found = entry.picture(RANK_TIME, rows="rank", columns=300)
+    if found.values.shape[0] < 2:
         return
-    means = entry.store().read("rank-means", lambda connection: queries.means(connection, RANK_TIME, "rank"))
+    means = found.means
     slowest = int(np.nanargmax(means))
     st.metric(
         "Slowest rank on average",
         f"rank {slowest}",
         f"{means[slowest] / np.nanmedian(means) - 1:+.1%} of the median",
         delta_color="off",
+        delta_arrow="off",
         help="All ranks wait for the slowest in every step.",
     )
     ui.chart(
         charts.heatmap(
-            picture, title="Step time by rank", x=first, x_title="step", y_title="rank", value_title="s", view=entry.key,
-            height=260 + 4 * min(picture.shape[0], 64),
+            found.values, title="Step time by rank", x=found.first, x_title="step", y_title="rank", value_title="s",
+            view=entry.key, height=260 + 4 * min(len(found.values), 64),
         ),
         key="speed-ranks",
         alt="Step time by rank and step",

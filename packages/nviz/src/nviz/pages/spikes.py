@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loss and gradient spikes, each traced to the step, its batch, the shards and the documents."""
 
+import math
 from typing import Any
 
 import streamlit as st
@@ -22,8 +23,7 @@ def _name(spike: Spike) -> str:
 def _overview(key: str) -> None:
     """The curves with their spikes; follows a run that is being written."""
     entry = ui.entry_now(key)
-    store = entry.store()
-    found = store.read("spikes", spikes.find)
+    found = entry.spikes()
     if len(found) != st.session_state.get("spikes_known"):
         first_time = "spikes_known" not in st.session_state
         st.session_state["spikes_known"] = len(found)
@@ -71,7 +71,7 @@ def _documents(entry: Entry, spike: Spike) -> list[tuple[dict[str, Any], str, co
 
 
 def _trace(entry: Entry, spike: Spike) -> None:
-    if spike.severity == float("inf"):
+    if not math.isfinite(spike.value):
         st.markdown(f"**{spike.name}** was not finite from step {spike.first:,} to {spike.last:,}.")
     else:
         st.markdown(
@@ -114,7 +114,7 @@ def main() -> None:
     entry = ui.focus(ui.runs_in_view())
     if entry is None:
         return
-    found = entry.store().read("spikes", spikes.find)
+    found = entry.spikes()
     ui.live(_overview, [entry], what="Spikes")(entry.key)
     if not found:
         st.info("No spike of loss or gradient norm so far.", icon=":material/check:")
