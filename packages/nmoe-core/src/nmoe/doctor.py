@@ -8,6 +8,7 @@ is mapped by another process, NVSHMEM is started, bytes are copied and timed.
 
 import argparse
 import importlib.metadata
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -42,7 +43,7 @@ class Demand:
 
     Attributes:
         ranks: of an expert-parallel group.
-        comm: communicator by name; empty where nothing asks for one.
+        comm: communicator by name (`parallel.comm`, auto decided); empty where nothing asks for one.
         symmetric_bytes: that a rank shares with its peers.
         state_bytes: of master values, gradients and moments over all ranks.
     """
@@ -53,13 +54,22 @@ class Demand:
     state_bytes: int = 0
 
 
-def demand_of(config: Config | None) -> Demand:
-    """What `config` asks for; None asks for nothing."""
+def demand_of(config: Config | None, *, gpus: int) -> Demand:
+    """What `config` asks for on a machine with so many GPUs, one rank each; None asks for nothing."""
     if config is None:
         return Demand()
+    from nmoe.rdep.size import shared_bytes
     from nmoe.train.plan import make_plan
 
-    return Demand(state_bytes=make_plan(config).state_bytes)
+    ranks, comm = config.parallel.ep or math.gcd(max(gpus, 1), config.moe.num_experts), config.parallel.comm
+    if comm == "auto":
+        comm = "local" if ranks == 1 else "ipc" if gpus else "shm"
+    return Demand(
+        ranks=ranks,
+        comm=comm,
+        symmetric_bytes=shared_bytes(config, ranks=ranks),
+        state_bytes=make_plan(config).state_bytes,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,8 +111,7 @@ def examine(demand: Demand) -> Iterator[Finding]:
         yield Finding(
             mark="no",
             subject="GPUs",
-            text=f"{len(gpus)} here, {demand.ranks} ranks asked for; set parallel.ep to at most {len(gpus)}, or run on more nodes with "
-            'parallel.comm = "nvshmem"',
+            text=f"{len(gpus)} here, {demand.ranks} expert-parallel ranks asked for; set parallel.ep to at most {len(gpus)}",
         )
     yield from _links(len(gpus))
     yield from _mappings(len(gpus), demand)
@@ -126,18 +135,13 @@ def _shared_memory(demand: Demand) -> Finding:
     try:
         free = probe.map_shared_memory()
     except OSError as error:
-        text = f"{probe.SHARED_MEMORY}: {error.strerror}; mount a tmpfs there" + (
-            "" if demand.comm == "shm" else ' for parallel.comm = "shm"'
-        )
+        text = f'memfd_create: {error.strerror}; parallel.comm = "shm" needs it (Linux 3.17, and a container that allows it)'
         return Finding(mark="no" if demand.comm == "shm" else "--", subject="shared memory", text=text)
     needed = demand.ranks * demand.symmetric_bytes if demand.comm == "shm" else 0
-    text = f"{_size(free)} free in {probe.SHARED_MEMORY}" + (
-        f", {_size(needed)} needed by {demand.ranks} ranks" if needed else ""
-    )
+    text = f"{_size(free)} available" + (f", {_size(needed)} needed by {demand.ranks} ranks" if needed else "")
     if needed > free:
-        return Finding(
-            mark="no", subject="shared memory", text=text + "; make it larger, such as docker run --shm-size"
-        )
+        text += "; set train.micro_batch_size or parallel.ep lower"
+        return Finding(mark="no", subject="shared memory", text=text)
     return Finding(mark="ok", subject="shared memory", text=text)
 
 
@@ -147,6 +151,14 @@ def _no_gpu(demand: Demand) -> Finding:
         return Finding(mark="no", subject="GPUs", text=text)
     text = 'none: plain torch on the CPU, between ranks "shm"; kernels, "ipc" and "nvshmem" need H100, H200 or B200'
     return Finding(mark="--", subject="GPUs", text=text)
+
+
+def _count_gpus() -> int:
+    try:
+        import torch
+    except ImportError:  # which the report then says
+        return 0
+    return torch.cuda.device_count()
 
 
 def _gpus() -> list[_Gpu]:
@@ -210,9 +222,10 @@ def _kernels(gpus: list[_Gpu], demand: Demand) -> Iterator[Finding]:
 def _memory(gpus: list[_Gpu], demand: Demand) -> Iterator[Finding]:
     if not demand.state_bytes:
         return
+    # As if all state were that of experts, which ranks divide: dense layers and copies of the experts come on top.
     each = demand.state_bytes / demand.ranks + demand.symmetric_bytes
     free = min(gpu.free for gpu in gpus)
-    text = f"{_size(demand.state_bytes / demand.ranks)} of state and {_size(demand.symmetric_bytes)} shared with peers a GPU"
+    text = f"at least {_size(demand.state_bytes / demand.ranks)} of state, {_size(demand.symmetric_bytes)} shared with peers"
     if each > free:
         text += f", {_size(free)} free; more expert-parallel ranks divide the experts' state"
         yield Finding(mark="no", subject="memory", text=text)
@@ -323,7 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _report(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides) if options.config else None
     faults = 0
-    for finding in examine(demand_of(config)):
+    for finding in examine(demand_of(config, gpus=_count_gpus())):
         sys.stdout.write(f"{finding}\n")
         sys.stdout.flush()
         faults += finding.mark == "no"

@@ -15,9 +15,8 @@ from typing import Any
 
 from nmoe.errors import EnvironmentFault
 
-__all__ = ["SHARED_MEMORY", "copy_bandwidth", "map_shared_memory", "open_in_child", "start_nvshmem_in_child"]
+__all__ = ["copy_bandwidth", "map_shared_memory", "open_in_child", "start_nvshmem_in_child"]
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  not a temporary file: where POSIX shared memory is
 _BYTES = 1 << 20
 _OURS, _THEIRS = 0x5A, 0xA5
 _LIMIT_S = 120
@@ -127,23 +126,30 @@ def copy_bandwidth(source: int, target: int, *, nbytes: int = 256 << 20, repeats
         return nbytes * repeats / (begin.elapsed_time(end) * 1e-3)
 
 
-def map_shared_memory(folder: Path = SHARED_MEMORY) -> int:
-    """Map a page of POSIX shared memory, write it, remove it; bytes that are free there.
+def map_shared_memory() -> int:
+    """Map a page as CPU ranks share it and write it; bytes of memory that are available.
 
     Raises:
         OSError: It cannot be made, mapped or written.
     """
-    path = folder / f"nmoe-doctor-{os.getpid()}"
-    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    descriptor = os.memfd_create("nmoe-doctor", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, mmap.PAGESIZE)
         with mmap.mmap(descriptor, mmap.PAGESIZE) as memory:
             memory[0] = _OURS
     finally:
         os.close(descriptor)
-        path.unlink()
-    space = os.statvfs(folder)
-    return space.f_bavail * space.f_frsize
+    return _available_memory()
+
+
+def _available_memory() -> int:
+    """Of the machine, or what its control group leaves, whichever is less."""
+    facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(facts["MemAvailable"].split()[0]) * 1024
+    limit, used = (Path("/sys/fs/cgroup") / f"memory.{name}" for name in ("max", "current"))
+    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+        available = min(available, int(limit.read_text()) - int(used.read_text()))
+    return available
 
 
 def _main(arguments: list[str]) -> int:
