@@ -54,6 +54,8 @@ class Bound:
         )
 
 
+Recomputable = Literal["experts", "mlp", "attention"]
+RECOMPUTABLE: tuple[Recomputable, ...] = ("experts", "mlp", "attention")
 Positive = Annotated[int, Bound(ge=1)]
 Natural = Annotated[int, Bound(ge=0)]
 NonNegative = Annotated[float, Bound(ge=0)]
@@ -238,6 +240,9 @@ class Train:
     """Sequences in one forward and backward of one rank; divides `batch_size`."""
     dtype: Literal["fp32", "bf16", "fp64"] = "bf16"
     """Precision of the computation. Master values are fp64 for fp64, fp32 otherwise."""
+    recompute: tuple[Recomputable, ...] = ()
+    """Parts whose activations are computed again in the backward pass instead of kept: `attention` with the norm before
+    it, `mlp` (dense layers and shared experts), `experts` (the routed ones). Losses stay the same bits."""
     grad_clip: NonNegative = 1.0
     """Largest global gradient norm; longer gradients are scaled down to it; 0: no limit."""
     z_loss: NonNegative = 0.0

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from nmoe.comm.communicator import Communicator
 from nmoe.config import Config
 from nmoe.model.attention import Cache, Positions, attention_of
-from nmoe.model.functional import Norm
+from nmoe.model.functional import Norm, recomputed
 from nmoe.model.mlp import MLP
 from nmoe.rdep.layer import MoE
 
@@ -20,29 +20,37 @@ class Block(nn.Module):
     def __init__(self, config: Config, index: int, *, comm: Communicator, dtype: torch.dtype) -> None:
         super().__init__()
         model, moe = config.model, config.moe
-        D = model.hidden_size
+        D, recompute = model.hidden_size, config.train.recompute
+        self.recompute_attention, recompute_mlp = "attention" in recompute, "mlp" in recompute
         self.scale = model.residual_scale
         self.attn_norm = Norm(D, eps=model.norm_eps, dtype=dtype)
         self.attn = attention_of(config, index, dtype=dtype)
         self.ffn_norm = Norm(D, eps=model.norm_eps, dtype=dtype)
         if index < model.num_dense_layers:
-            self.mlp, self.moe = MLP(hidden_size=D, ffn_size=model.ffn_size, dtype=dtype), None
+            self.mlp, self.moe = MLP(hidden_size=D, ffn_size=model.ffn_size, dtype=dtype, recompute=recompute_mlp), None
         else:
             width = moe.num_shared_experts * moe.expert_size
-            shared = MLP(hidden_size=D, ffn_size=width, dtype=dtype) if width else None
+            shared = MLP(hidden_size=D, ffn_size=width, dtype=dtype, recompute=recompute_mlp) if width else None
             self.mlp = None
             self.moe = MoE(hidden_size=D, config=moe, comm=comm, shared=shared, dtype=dtype, layer=index)
+            self.moe.experts.recompute = "experts" in recompute
 
     def _add(self, x_TD: Tensor, out_TD: Tensor) -> Tensor:
         return torch.add(x_TD, out_TD, alpha=self.scale)
+
+    def _attend(self, x_TD: Tensor, at: Positions) -> Tensor:
+        return self._add(x_TD, self.attn(self.attn_norm(x_TD), at))
 
     def forward(
         self, x_TD: Tensor, at: Positions, cache: Cache | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """x_TD after the layer; the router's losses [2] and load_E, None where the layer is dense."""
-        normed_TD = self.attn_norm(x_TD)
-        out_TD = self.attn(normed_TD, at) if cache is None else self.attn.extend(normed_TD, at, cache)
-        x_TD = self._add(x_TD, out_TD)
+        if cache is not None:
+            x_TD = self._add(x_TD, self.attn.extend(self.attn_norm(x_TD), at, cache))
+        elif self.recompute_attention:
+            x_TD = recomputed(self._attend, x_TD, at)
+        else:
+            x_TD = self._attend(x_TD, at)
         normed_TD = self.ffn_norm(x_TD)
         if self.moe is None:
             assert self.mlp is not None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nmoe.ops import grouped_gemm
 from nmoe.ops.group import Groups
 
-__all__ = ["Experts", "experts_backward", "experts_forward"]
+__all__ = ["Experts", "experts_backward", "experts_forward", "up_again"]
 
 
 class Experts(nn.Module):
@@ -29,6 +29,8 @@ class Experts(nn.Module):
     def __init__(self, *, hidden_size: int, expert_size: int, owned: range, dtype: torch.dtype) -> None:
         super().__init__()
         self.owned = owned
+        self.recompute = False
+        """Compute the pre-activations again in backward instead of keeping them: a third of what the layer keeps."""
         self.w13 = nn.Parameter(torch.empty(len(owned), 2 * expert_size, hidden_size, dtype=dtype))
         """[X, 2F, D]: row 2f is gate f, row 2f + 1 is up f."""
         self.w2 = nn.Parameter(torch.empty(len(owned), hidden_size, expert_size, dtype=dtype))
@@ -36,7 +38,7 @@ class Experts(nn.Module):
 
     def forward(self, routed: Callable[..., Tensor], x_TD: Tensor, gate_TK: Tensor, expert_TK: Tensor) -> Tensor:
         """`routed` with the weights; a call of this module, so that what shards them over ranks can gather them for it."""
-        return routed(x_TD, gate_TK, self.w13, self.w2, expert_TK)
+        return routed(x_TD, gate_TK, self.w13, self.w2, expert_TK, not self.recompute)
 
 
 def experts_forward(x_RD: Tensor, w13_X2FD: Tensor, w2_XDF: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
@@ -48,6 +50,12 @@ def experts_forward(x_RD: Tensor, w13_X2FD: Tensor, w2_XDF: Tensor, groups: Grou
     kernels, dtype = grouped_gemm.kernels(), x_RD.dtype
     preact_S2F, act_SF = kernels.up(x_RD, w13_X2FD.to(dtype), groups.index_S, groups.offset_X)
     return kernels.down(act_SF, w2_XDF.to(dtype), groups.offset_X), preact_S2F
+
+
+def up_again(x_RD: Tensor, w13_X2FD: Tensor, groups: Groups) -> Tensor:
+    """preact_S2F once more, the same bits."""
+    preact_S2F, _ = grouped_gemm.kernels().up(x_RD, w13_X2FD.to(x_RD.dtype), groups.index_S, groups.offset_X)
+    return preact_S2F
 
 
 def experts_backward(

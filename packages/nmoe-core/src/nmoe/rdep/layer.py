@@ -69,7 +69,7 @@ class MoE(nn.Module):
             assert len(self.experts.owned) == routes.load_E.numel(), "experts of other ranks need an exchange"
             return self.experts(ExpertsHere.apply, x_TD, routes.gate_TK, routes.expert_TK)
 
-        def across(*operands: Tensor) -> Tensor:
+        def across(*operands: Tensor | bool) -> Tensor:
             return ExpertsAcross.apply(*operands, exchange, layer)
 
         return self.experts(across, x_TD, routes.gate_TK, routes.expert_TK)

@@ -2,7 +2,7 @@
 """The routed experts where several ranks share them: plan, dispatch, group, experts, return.
 
 Kept for backward are the rows that this rank sent (not those that it received: they travel again), the pre-activations
-of the first round of assignments, and the records. Later rounds, which only an overloaded owner has, are computed again.
+of the first round of assignments (unless `keep` is off), and the records. Later rounds, which only an overloaded owner has, are computed again.
 """
 
 from collections.abc import Iterator
@@ -10,14 +10,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nmoe.ops import group, grouped_gemm
+from nmoe.ops import group
 from nmoe.ops.group import Groups
 from nmoe.ops.plan import Sends
 from nmoe.ops.receive import Arrivals
 from nmoe.rdep.combine import collect, collect_gradient, send_back, send_back_gradient
 from nmoe.rdep.dispatch import dispatch, dispatch_gradient
 from nmoe.rdep.exchange import Exchange, Rounds
-from nmoe.rdep.experts import experts_backward, experts_forward
+from nmoe.rdep.experts import experts_backward, experts_forward, up_again
 from nmoe.rdep.plan import Plan, make_plan
 
 __all__ = ["ExpertsAcross"]
@@ -34,6 +34,7 @@ class ExpertsAcross(torch.autograd.Function):
         w13_X2FD: Tensor,
         w2_XDF: Tensor,
         expert_TK: Tensor,
+        keep: bool,
         exchange: Exchange,
         layer: int,
     ) -> Tensor:
@@ -48,12 +49,14 @@ class ExpertsAcross(torch.autograd.Function):
         out_TD = collect(plan, exchange=exchange, layer=layer)
 
         records = (arrivals.expert_RK, arrivals.gate_RK, arrivals.home_R3)
-        ctx.save_for_backward(x_TD, first_S2F, w13_X2FD, w2_XDF, plan.sends.row_TP, plan.count_PP2, *records)
+        ctx.save_for_backward(
+            x_TD, first_S2F if keep else None, w13_X2FD, w2_XDF, plan.sends.row_TP, plan.count_PP2, *records
+        )
         ctx.exchange, ctx.layer, ctx.rounds = exchange, layer, rounds
         return out_TD
 
     @staticmethod
-    def backward(ctx, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None, None, None]:
+    def backward(ctx, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None, None, None, None]:
         x_TD, preact_S2F, w13_X2FD, w2_XDF, row_TP, count_PP2, expert_RK, gate_RK, home_R3 = ctx.saved_tensors
         exchange, layer = ctx.exchange, ctx.layer
         plan = Plan(sends=Sends(row_TP=row_TP), count_PP2=count_PP2)
@@ -63,9 +66,8 @@ class ExpertsAcross(torch.autograd.Function):
         x_RD, dout_RD = dispatch_gradient(x_TD, dout_TD, plan, exchange=exchange, layer=layer)
         dw13_X2FD, dw2_XDF = torch.empty_like(w13_X2FD), torch.empty_like(w2_XDF)
         for number, groups in enumerate(_groups(arrivals, ctx.rounds, exchange)):
-            if number > 0:
-                w13 = w13_X2FD.to(x_RD.dtype)
-                preact_S2F, _ = grouped_gemm.kernels().up(x_RD, w13, groups.index_S, groups.offset_X)
+            if number > 0 or preact_S2F is None:
+                preact_S2F = up_again(x_RD, w13_X2FD, groups)
             dx_SD, dgate_S = experts_backward(
                 dout_RD,
                 x_RD,
@@ -79,7 +81,7 @@ class ExpertsAcross(torch.autograd.Function):
             )
             send_back_gradient(dx_SD, dgate_S, groups, home_R3, exchange=exchange)
         dx_TD, dgate_TK = collect_gradient(plan, exchange=exchange, layer=layer)
-        return dx_TD, dgate_TK, dw13_X2FD, dw2_XDF, None, None, None
+        return dx_TD, dgate_TK, dw13_X2FD, dw2_XDF, None, None, None, None
 
 
 def _groups(arrivals: Arrivals, rounds: Rounds, exchange: Exchange) -> Iterator[Groups]:

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a config would need, from its numbers alone: `nmoe-train CONFIG --dry-run`."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from nmoe.config import Config
 from nmoe.model.params import count_parameters
+from nmoe.train.memory import Memory, cheapest_recompute, plan_memory
 
 __all__ = ["Plan", "format_plan", "make_plan"]
 
 GPU_BYTES = 180e9
 """Memory of a B200, in bytes."""
-_GPUS_A_NODE = 8
+_GPUS_A_NODE, _MOST_GPUS = 8, 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,22 +22,26 @@ class Plan:
     Attributes:
         parameters: all of them.
         active_parameters: those that take part in one token.
-        bytes_per_parameter: of master values, gradients and moments, by name.
-        gpus: fewest GPUs of `GPU_BYTES` that hold these: one, or whole nodes of eight. Activations come on top; their
-            size follows `train.micro_batch_size`.
+        bytes_per_parameter: of master values, gradients and moments, by name; a mean where parameters differ.
+        gpus: fewest GPUs of `GPU_BYTES` that hold the run: one, or whole nodes of eight; 0: no number does, because what
+            one micro batch needs is too large.
+        memory: of one of these GPUs at the moment of most.
+        recompute: least `train.recompute` with which the run would fit these GPUs, where it is not the config's; else None.
         tokens: that the run sees.
         steps: of the run.
     """
 
     parameters: int
     active_parameters: int
-    bytes_per_parameter: dict[str, int]
+    bytes_per_parameter: dict[str, float]
     gpus: int
+    memory: Memory
+    recompute: tuple[str, ...] | None
     tokens: int
     steps: int
 
     @property
-    def state_bytes(self) -> int:
+    def state_bytes(self) -> float:
         """Bytes of master values, gradients and moments over all GPUs."""
         return self.parameters * sum(self.bytes_per_parameter.values())
 
@@ -43,39 +49,80 @@ class Plan:
 def make_plan(config: Config) -> Plan:
     """Sizes of a config; needs no torch and no data."""
     parameters, active = count_parameters(config)
+    kernels = config.train.dtype == "bf16"  # others run plain torch
+    whole = plan_memory(config, kernels=kernels)
     wide = 8 if config.train.dtype == "fp64" else 4
-    moment = 2 if config.optim.moment_dtype == "bf16" else wide
-    sizes = {"master values": wide, "gradients": wide, "moments": 2 * moment}
-    state = parameters * sum(sizes.values())
-    gpus = 1 if state <= GPU_BYTES else _GPUS_A_NODE * -(-state // int(_GPUS_A_NODE * GPU_BYTES))
+    sizes = {"master values": float(wide), "gradients": float(wide), "moments": whole.moments / parameters}
+    gpus = _fewest(config, kernels=kernels)
+    memory = plan_memory(config, kernels=kernels, ranks=gpus or _MOST_GPUS)
+    smaller = None
+    if gpus != 1:
+        smaller = cheapest_recompute(config, limit=GPU_BYTES, kernels=kernels, ranks=1 if gpus else _MOST_GPUS)
     return Plan(
         parameters=parameters,
         active_parameters=active,
         bytes_per_parameter=sizes,
         gpus=gpus,
+        memory=memory,
+        recompute=smaller,
         tokens=config.tokens_per_step * config.train.steps,
         steps=config.train.steps,
     )
 
 
+def _fewest(config: Config, *, kernels: bool) -> int:
+    """GPUs that hold the run; 0 where none do."""
+    if plan_memory(config, kernels=kernels).peak <= GPU_BYTES:
+        return 1
+    nodes = range(1, _MOST_GPUS // _GPUS_A_NODE + 1)
+    # A peak falls with the number of ranks, so the fewest nodes are found by halving.
+    index = bisect_left(
+        nodes, True, key=lambda n: plan_memory(config, kernels=kernels, ranks=n * _GPUS_A_NODE).peak <= GPU_BYTES
+    )
+    return nodes[index] * _GPUS_A_NODE if index < len(nodes) else 0
+
+
 def format_plan(plan: Plan, *, config: Config) -> str:
     """The plan as aligned lines; `config` is the one it was made of."""
-    each = ", ".join(f"{name} {size}" for name, size in plan.bytes_per_parameter.items())
+    each = ", ".join(f"{name} {size:.3g}" for name, size in plan.bytes_per_parameter.items())
+    total = sum(plan.bytes_per_parameter.values())
+    memory, gpus = plan.memory, plan.gpus or _MOST_GPUS
+    share = f"{_size(plan.state_bytes / gpus)} of state on each"
     rows = [
         ("run", f"{config.run.root}/{config.run.name}"),
         ("parameters", f"{_count(plan.parameters)} total, {_count(plan.active_parameters)} active"),
         ("layers", f"{config.model.num_layers}, {config.num_moe_layers} of them MoE"),
+        ("memory", f"{_size(plan.state_bytes)} for state: {total:.3g} bytes a parameter ({each})"),
+        ("GPUs", f"{plan.gpus} of {_size(GPU_BYTES)}: {share}" if plan.gpus else _too_large(config)),
         (
-            "memory",
-            f"{_size(plan.state_bytes)} for state: {sum(plan.bytes_per_parameter.values())} bytes a parameter ({each})",
+            "peak",
+            f"{_size(memory.peak)} on each, in the {memory.moment}: master values {_size(memory.masters)}, gradients "
+            f"{_size(memory.gradients)}, moments {_size(memory.moments)}, activations {_size(memory.activations)}, "
+            f"working {_size(memory.working)}",
         ),
-        ("GPUs", f"{plan.gpus} of {_size(GPU_BYTES)}: {_size(plan.state_bytes / plan.gpus)} of state on each"),
+        *_recompute_row(plan, config),
         ("step", f"{config.train.batch_size} x {config.data.seq_len} = {config.tokens_per_step:,} tokens"),
         ("steps", f"{plan.steps:,}"),
         ("tokens", f"{_count(plan.tokens)}"),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:{width}}  {text}" for name, text in rows)
+
+
+def _too_large(config: Config) -> str:
+    return (
+        f"no number: one micro batch of {config.train.micro_batch_size} x {config.data.seq_len} tokens needs too much"
+    )
+
+
+def _recompute_row(plan: Plan, config: Config) -> list[tuple[str, str]]:
+    rows = []
+    if config.train.recompute:
+        rows.append(("recompute", ", ".join(config.train.recompute)))
+    if plan.recompute is not None:
+        parts = ", ".join(f'"{part}"' for part in plan.recompute)
+        rows.append(("hint", f"with train.recompute = [{parts}] it would fit {'one GPU' if plan.gpus else 'GPUs'}"))
+    return rows
 
 
 def _count(number: float) -> str:

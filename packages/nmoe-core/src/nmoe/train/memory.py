@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of one rank at the moment of most, from a config's numbers alone: no torch, no device, no data.
+
+What autograd keeps is stated op by op, as the ops state it themselves; each formula is checked against the allocations of
+a real step (tests/core/test_memory.py). Peaks are looked for where they can be: at the loss, when every layer's
+activations are there; in the backward of each kind of layer; in the optimizer. Under gradient accumulation the gradients
+of earlier micro batches are there all the while.
+
+Symbols: T tokens of a micro batch; `a` bytes of an activation; `m` bytes of a master value; `w` bytes of fp32 (fp64).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from nmoe.config import Config
+from nmoe.config.schema import RECOMPUTABLE
+from nmoe.model.params import parameter_shapes
+
+__all__ = ["Memory", "cheapest_recompute", "kept_activations", "plan_memory"]
+
+_CHUNK_LOGITS = 1 << 27
+"""Logits that the loss holds at once (`nmoe.ops.cross_entropy`)."""
+_CHUNK_MOMENTS, _CHUNK_MUON = 1 << 24, 1 << 26
+"""Elements that AdamW with bf16 moments, and Muon, work on at once (`nmoe.optim`)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Bytes on one rank at the moment of most memory, by what they are.
+
+    Attributes:
+        masters: parameters and buffers.
+        gradients: of parameters, that are there at that moment.
+        moments: of the optimizer.
+        activations: kept from forward to backward.
+        working: of the operation that runs.
+        moment: where that moment is: "loss", "backward of layer 3", "optimizer".
+    """
+
+    masters: int
+    gradients: int
+    moments: int
+    activations: int
+    working: int
+    moment: str
+
+    @property
+    def peak(self) -> int:
+        """All of it."""
+        return self.masters + self.gradients + self.moments + self.activations + self.working
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Widths:
+    """Bytes of an element, and the lengths that all formulas share."""
+
+    T: int
+    rows: int
+    a: int
+    m: int
+    w: int
+    kernels: bool
+
+    @property
+    def swiglu_backward(self) -> int:
+        """Held by the backward of SwiGLU, a hidden feature: three numbers, or in plain torch all its steps."""
+        if self.kernels:
+            return 3 * self.a
+        return self.a + 6 * self.w + (0 if self.a == self.w else 2 * self.w + 2 * self.a)
+
+    def cast(self, *shapes: tuple[int, ...]) -> int:
+        """Copies of weights in the activations' dtype, which autograd keeps; none where the dtypes are one."""
+        return 0 if self.a == self.m else self.a * sum(math.prod(shape) for shape in shapes)
+
+
+def _widths(config: Config, *, kernels: bool) -> _Widths:
+    a = {"bf16": 2, "fp32": 4, "fp64": 8}[config.train.dtype]
+    wide = max(a, 4)
+    rows = config.train.micro_batch_size
+    return _Widths(T=rows * config.data.seq_len, rows=rows, a=a, m=wide, w=wide, kernels=kernels)
+
+
+def _attention(config: Config, s: _Widths, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Kept by attention and the norm before it, without their input."""
+    at, D, T = config.attention, config.model.hidden_size, s.T
+    N, G, H, V = at.num_heads, at.num_kv_heads, at.qk_head_dim, at.v_head_dim
+    kept = T * s.w + T * D * s.a  # the norm's reciprocals, its result
+    kept += s.cast(*(shape for name, shape in shapes.items() if name.startswith("attn.") and len(shape) == 2))
+    if at.kind == "mla":
+        if at.q_lora_rank:
+            kept += T * (2 * at.q_lora_rank * s.a + s.w)
+        kept += T * ((at.kv_lora_rank + at.qk_rope_head_dim) + at.kv_lora_rank) * s.a + T * s.w
+        heads = N * (at.qk_nope_head_dim + V) if s.kernels else N * V  # v is a view of the expanded latents
+        kept += T * (2 * N * H + heads) * s.a
+    else:
+        if at.qk_norm:
+            kept += T * (N + G) * (H * s.a + s.w)
+        shared = G if s.kernels else N  # plain torch repeats keys and values
+        kept += T * (N * H + shared * (H + V)) * s.a
+    kept += T * N * V * s.a  # the result
+    if s.kernels:
+        return kept + T * N * 4
+    scores = T * N * config.data.seq_len
+    return kept + scores * s.w + (scores * s.a if s.a != s.w else 0)
+
+
+def _network(width: int, config: Config, s: _Widths) -> int:
+    """Kept by a SwiGLU network, without its input."""
+    D = config.model.hidden_size
+    return s.T * 3 * width * s.a + s.cast((2 * width, D), (D, width))
+
+
+def _router(config: Config, s: _Widths) -> int:
+    moe = config.moe
+    logits = s.T * moe.num_experts * s.w
+    kept = logits + s.T * moe.top_k * 4  # and the choices
+    if moe.balance_loss:
+        kept += logits + (s.T * s.w if moe.scoring == "sigmoid" else 0)
+    if moe.z_loss:
+        kept += 2 * s.T * s.w
+    return kept
+
+
+def _routed(config: Config, s: _Widths) -> int:
+    """Kept by the routed experts, without rows, choices and gates."""
+    moe, slots = config.moe, s.T * config.moe.top_k
+    kept = slots * (4 + s.w + 4) + (moe.num_experts + 1) * 4  # index, gate, place; offsets
+    return kept if "experts" in config.train.recompute else kept + slots * 2 * moe.expert_size * s.a
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kept:
+    """Bytes that a layer keeps from forward to backward, in the order in which backward frees them."""
+
+    network: int
+    routed: int
+    attention: int
+
+    @property
+    def total(self) -> int:
+        return self.network + self.routed + self.attention
+
+
+def _layer(config: Config, layer: int, s: _Widths) -> _Kept:
+    model, moe, recompute = config.model, config.moe, config.train.recompute
+    stream = s.T * model.hidden_size * s.a
+    attention = stream if "attention" in recompute else stream + _attention(config, s, _layer_shapes(config, layer))
+    normed = 2 * stream + s.T * s.w  # the second half's input, its norm's result and reciprocals
+    dense = layer < model.num_dense_layers
+    width = model.ffn_size if dense else moe.num_shared_experts * moe.expert_size
+    network = _network(width, config, s) if width and "mlp" not in recompute else 0
+    routed = 0 if dense else _router(config, s) + _routed(config, s)
+    return _Kept(network=network, routed=routed + normed, attention=attention)
+
+
+def _layer_shapes(config: Config, layer: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of a layer's parameters by their names in it; layers of multi-token prediction count on."""
+    model = config.model
+    further = layer - model.num_layers
+    prefix = f"layers.{layer}." if further < 0 else f"mtp.{further}.block."
+    return {n.removeprefix(prefix): shape for n, shape in parameter_shapes(config).items() if n.startswith(prefix)}
+
+
+def kept_activations(config: Config, *, kernels: bool) -> dict[str, int]:
+    """Bytes that autograd keeps of one micro batch between forward and backward, by part of the model.
+
+    Args:
+        config: `train.recompute` is read, too.
+        kernels: whether the ops are kernels; plain torch keeps the scores of attention.
+    """
+    s, model = _widths(config, kernels=kernels), config.model
+    stream = s.T * model.hidden_size * s.a
+    kept = {f"layer {i}": _layer(config, i, s).total for i in range(model.num_layers)}
+    for depth in range(model.mtp_depth):
+        joined = 5 * stream + s.T * (3 * s.w + 1) + s.cast((model.hidden_size, 2 * model.hidden_size))
+        loss = stream + model.vocab_size * model.hidden_size * s.m
+        index = model.num_layers + depth
+        kept[f"layer {index}"] = joined + loss + _layer(config, index, s).total
+    tables = 2 * s.T * (config.attention.qk_rope_head_dim // 2) * s.w
+    masks = 0 if s.kernels else s.T * config.data.seq_len
+    kept["positions"] = tables + masks
+    kept["loss"] = 2 * stream + s.T * s.w + model.vocab_size * model.hidden_size * s.m
+    return kept
+
+
+def _loss_working(config: Config, s: _Widths) -> int:
+    """Held by the loss beside its two gradients, which are kept: its input twice, the head rounded, a chunk of logits."""
+    model = config.model
+    head, V = model.vocab_size * model.hidden_size, model.vocab_size
+    chunk = min(s.T, max(16, _CHUNK_LOGITS // V)) * V
+    rounded = head * s.a if s.a != s.m else 0
+    making = chunk * (s.w + s.a) if s.a != s.w else chunk * s.w
+    return 2 * s.T * model.hidden_size * s.a + rounded + max(making, chunk * s.a + head * s.a)
+
+
+def _routed_working(config: Config, s: _Widths) -> int:
+    """Held by the backward of the routed experts: their gradients, and what flows between four products."""
+    moe, D, slots = config.moe, config.model.hidden_size, s.T * config.moe.top_k
+    w2 = moe.num_experts * D * moe.expert_size
+    rounded = 0 if s.a == s.m else s.a
+    act = slots * moe.expert_size * s.a
+    again = 2 * act if "experts" in config.train.recompute else 0
+    if not s.kernels:
+        between = 3 * act + slots * moe.expert_size * s.swiglu_backward
+    else:
+        between = 3 * act + w2 * rounded
+    return 3 * w2 * s.m + again + max(between, 2 * act + slots * D * s.a + 2 * w2 * rounded)
+
+
+def _attention_working(config: Config, s: _Widths) -> int:
+    """Held by the backward of attention: gradients of q, k and v, and its own workspace."""
+    at = config.attention
+    N, H, V = at.num_heads, at.qk_head_dim, at.v_head_dim
+    if s.kernels:
+        return s.T * N * ((2 * H + 2 * V) * s.a + H * 4)
+    scores = s.T * N * config.data.seq_len
+    return s.T * N * (2 * H + 2 * V) * s.a + scores * (2 * s.w)
+
+
+def _backward_working(config: Config, layer: int, s: _Widths) -> int:
+    """Most that the backward of a layer holds, over what is kept when it begins; the gradient of its output among it."""
+    model, moe, recompute, kept = config.model, config.moe, config.train.recompute, _layer(config, layer, s)
+    stream = s.T * model.hidden_size * s.a
+    dense = layer < model.num_dense_layers
+    width = model.ffn_size if dense else moe.num_shared_experts * moe.expert_size
+    network = s.T * width * s.swiglu_backward + (_network(width, config, s) if "mlp" in recompute else 0)
+    routed = (0 if dense else _routed_working(config, s)) - kept.network
+    attention = _attention_working(config, s) - kept.network - kept.routed
+    if "attention" in recompute:
+        attention += _attention(config, s, _layer_shapes(config, layer))
+    return 2 * stream + max(network, stream + routed, attention)
+
+
+def _optimizer_working(config: Config, s: _Widths) -> int:
+    narrow = config.optim.moment_dtype == "bf16"
+    chunk = _CHUNK_MOMENTS * 7 * s.w if narrow else 0
+    if config.optim.kind != "muon":
+        return min(chunk, 7 * s.w * max(math.prod(shape) for shape in parameter_shapes(config).values()))
+    largest = max(math.prod(shape) for name, shape in parameter_shapes(config).items() if name not in ("embed", "head"))
+    return largest * s.w * (4 if narrow else 3) + min(_CHUNK_MUON, largest) * 6 * s.a
+
+
+def plan_memory(config: Config, *, kernels: bool, ranks: int = 1) -> Memory:
+    """The moment of most memory in a step, on one rank.
+
+    Args:
+        config: the config; `train.micro_batch_size` is one rank's.
+        kernels: whether the ops are kernels (True) or plain torch (False).
+        ranks: that share master values, gradients and moments evenly. Each gathers two layers' dense weights at a time.
+    """
+    s, kept = _widths(config, kernels=kernels), kept_activations(config, kernels=kernels)
+    shapes = {name: math.prod(shape) for name, shape in parameter_shapes(config).items()}
+    every = s.m * sum(shapes.values())
+    moment = 2 if config.optim.moment_dtype == "bf16" else s.m
+    moments = sum(size * moment * (1 if _has_momentum(name, config) else 2) for name, size in shapes.items())
+    gathered = 0 if ranks == 1 else 2 * (s.a + s.m) * _largest_dense_layer(config)
+
+    def at(moment: str, *, gradients: int, activations: int, working: int) -> Memory:
+        return Memory(
+            masters=every // ranks,
+            gradients=gradients // ranks,
+            moments=moments // ranks,
+            activations=activations,
+            working=working + gathered,
+            moment=moment,
+        )
+
+    earlier = every if config.train.accumulation > 1 else 0  # gradients of the micro batches before
+    done = s.m * shapes.get("head", shapes["embed"])
+    alive = sum(kept.values())
+    moments_of_most = [
+        at("loss", gradients=earlier, activations=alive, working=_loss_working(config, s)),
+        at("optimizer", gradients=every, activations=0, working=_optimizer_working(config, s)),
+    ]
+    alive -= kept["loss"]
+    for layer in reversed(range(config.model.num_layers + config.model.mtp_depth)):
+        working = _backward_working(config, layer, s)
+        name = f"backward of layer {layer}"
+        moments_of_most.append(at(name, gradients=max(earlier, done), activations=alive, working=working))
+        alive -= kept[f"layer {layer}"]
+        done += s.m * sum(math.prod(shape) for shape in _layer_shapes(config, layer).values())
+    return max(moments_of_most, key=lambda memory: memory.peak)
+
+
+def _has_momentum(name: str, config: Config) -> bool:
+    """Whether a parameter is Muon's, which keeps one moment, and not AdamW's (`nmoe.optim.groups`)."""
+    matrix = len(parameter_shapes(config)[name]) > 1
+    return config.optim.kind == "muon" and matrix and name not in ("embed", "head") and "router" not in name
+
+
+def _largest_dense_layer(config: Config) -> int:
+    layers = range(config.model.num_layers)
+    return max(
+        sum(math.prod(shape) for name, shape in _layer_shapes(config, layer).items() if ".experts." not in name)
+        for layer in layers
+    )
+
+
+def cheapest_recompute(config: Config, *, limit: float, kernels: bool, ranks: int = 1) -> tuple[str, ...] | None:
+    """The least `train.recompute` with which the peak of a rank is below `limit` bytes; None where none is enough.
+
+    The parts stand in the order of what a byte costs: the experts' pre-activations are one product, attention is all of it.
+    """
+    for count in range(len(RECOMPUTABLE) + 1):
+        for parts in combinations(RECOMPUTABLE, count):
+            changed = replace(config, train=replace(config.train, recompute=parts))
+            if plan_memory(changed, kernels=kernels, ranks=ranks).peak <= limit:
+                return parts
+    return None
