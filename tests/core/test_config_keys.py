@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils import deterministic
+from torch.utils.checkpoint import checkpoint
 
 from nmoe.comm.local import Local
 from nmoe.config import Config, Source, parse_config
@@ -132,6 +133,7 @@ CHANGES: dict[str, tuple[list[str], str]] = {
     "train.micro_batch_size": ([], "4"),
     "train.dtype": ([], "bf16"),
     "train.grad_clip": ([], "0.01"),
+    "train.recompute": ([], '["attention"]'),
     "train.z_loss": ([], "0.5"),
     "train.mtp_weight": (MTP, "3.0"),
     "train.mtp_late_weight": ([*MTP, "train.mtp_late_step=2"], "3.0"),
@@ -226,7 +228,10 @@ def observe(overrides: tuple[str, ...], data: Path, place: Path) -> dict[str, An
     try:
         text = BASE.replace("{data}", str(data))
         config = parse_config(text, where="keys.toml", name="keys", overrides=overrides)
-        with mock.patch("nmoe.train.run.MetricWriter", wraps=MetricWriter) as writer:
+        with (
+            mock.patch("nmoe.train.run.MetricWriter", wraps=MetricWriter) as writer,
+            mock.patch("nmoe.model.functional.checkpoint", wraps=checkpoint) as recomputed,
+        ):
             try:
                 outcome = train(config, fresh=False, bar=ProgressBar(sys.stderr))
             except ConfigError as error:
@@ -241,6 +246,7 @@ def observe(overrides: tuple[str, ...], data: Path, place: Path) -> dict[str, An
             "metrics": [row for row in rows if not row[0].startswith(UNSTEADY)],
             "spans": spans,
             "checkpoints": sorted(path.parent.name for path in outcome.path.glob("checkpoints/*/manifest.json")),
+            "recomputed": recomputed.call_count,  # it changes no value
             "interval": writer.call_args.kwargs["publish_s"],  # when it publishes depends on the machine
         }
     finally:

@@ -22,6 +22,7 @@ FREE_KEYS = frozenset(
         "train.tokens",
         "train.micro_batch_size",
         "train.log_every",
+        "train.recompute",
         "train.eval_every",
         "train.eval_batches",
         "parallel.ep",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from nmoe.config import Config
 
-__all__ = ["count_parameters", "parameter_shapes"]
+__all__ = ["block_shapes", "count_parameters", "parameter_shapes"]
 
 
 def _attention(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -47,7 +47,8 @@ def _feed_forward(config: Config, layer: int) -> Iterator[tuple[str, tuple[int, 
         yield "moe.shared.w2", (D, F * moe.num_shared_experts)
 
 
-def _block(config: Config, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def block_shapes(config: Config, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name in its layer -> shape of a layer's parameters; those of multi-token prediction count on after the last layer."""
     yield "attn_norm.weight", (config.model.hidden_size,)
     yield from ((f"attn.{name}", shape) for name, shape in _attention(config))
     yield "ffn_norm.weight", (config.model.hidden_size,)
@@ -59,11 +60,11 @@ def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     model = config.model
     shapes: dict[str, tuple[int, ...]] = {"embed": (model.vocab_size, model.hidden_size)}
     for layer in range(model.num_layers):
-        shapes |= {f"layers.{layer}.{name}": shape for name, shape in _block(config, layer)}
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in block_shapes(config, layer)}
     for depth in range(model.mtp_depth):
         shapes |= {f"mtp.{depth}.{name}.weight": (model.hidden_size,) for name in ("enorm", "hnorm", "norm")}
         shapes[f"mtp.{depth}.proj"] = (model.hidden_size, 2 * model.hidden_size)
-        block = _block(config, model.num_layers + depth)
+        block = block_shapes(config, model.num_layers + depth)
         shapes |= {f"mtp.{depth}.block.{name}": shape for name, shape in block}
     shapes["norm.weight"] = (model.hidden_size,)
     if not model.tie_embeddings:

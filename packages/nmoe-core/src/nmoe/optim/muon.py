@@ -40,7 +40,7 @@ def orthogonalize(matrices: Tensor, *, steps: int) -> Tensor:
     """Nearly the orthogonal polar factor U V^T of each matrix U S V^T.
 
     Args:
-        matrices: [..., rows, columns] in the dtype of the products; not changed. A matrix of zeros stays one.
+        matrices: [N, rows, columns] in the dtype of the products; not changed. A matrix of zeros stays one.
         steps: Newton-Schulz steps, at least 1.
 
     Returns:
@@ -53,8 +53,8 @@ def orthogonalize(matrices: Tensor, *, steps: int) -> Tensor:
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide)  # bounds the largest singular value
     x = (x / norm.clamp(min=torch.finfo(wide).tiny)).to(x.dtype)
     for _ in range(steps):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * (gram @ gram)) @ x
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 
 
@@ -135,11 +135,12 @@ class Muon:
     ) -> None:
         """One decoupled decay and one orthogonal step of a parameter."""
         whole = update.full_tensor() if isinstance(update, DTensor) else update
-        factor = join_matrices(name, self._orthogonal(split_matrices(name, whole)), whole)
-        rows, columns = split_matrices(name, whole).shape[-2:]
+        matrices = split_matrices(name, whole)
+        size = _RMS * math.sqrt(max(matrices.shape[-2:]))
+        factor = join_matrices(name, self._orthogonal(matrices), whole)
         value = local(parameter)
         value.mul_(1.0 - learning_rate * decay)
-        value.add_(_part(factor, parameter), alpha=-learning_rate * _RMS * math.sqrt(max(rows, columns)))
+        value.add_(_part(factor, parameter), alpha=-learning_rate * size)
 
     def _orthogonal(self, matrices: Tensor) -> Tensor:
         batch = max(1, _BATCH // math.prod(matrices.shape[-2:]))

@@ -10,15 +10,15 @@ Symbols: T tokens of a micro batch; `a` bytes of an activation; `m` bytes of a m
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 
 from nmoe.config import Config
 from nmoe.config.schema import RECOMPUTABLE
-from nmoe.model.params import parameter_shapes
+from nmoe.model.params import block_shapes, parameter_shapes
 
-__all__ = ["Memory", "cheapest_recompute", "kept_activations", "plan_memory"]
+__all__ = ["Memory", "kept_activations", "plan_memory", "recompute_choices"]
 
 _CHUNK_LOGITS = 1 << 27
 """Logits that the loss holds at once (`nmoe.ops.cross_entropy`)."""
@@ -62,6 +62,10 @@ class _Widths:
     m: int
     w: int
     kernels: bool
+    ep: int = 1
+    """Ranks that share the experts of a layer."""
+    keeps_casts: bool = True
+    """Whether autograd keeps rounded copies of dense weights; ranks that share them gather them again instead."""
 
     @property
     def swiglu_backward(self) -> int:
@@ -72,14 +76,19 @@ class _Widths:
 
     def cast(self, *shapes: tuple[int, ...]) -> int:
         """Copies of weights in the activations' dtype, which autograd keeps; none where the dtypes are one."""
-        return 0 if self.a == self.m else self.a * sum(math.prod(shape) for shape in shapes)
+        return 0 if self.a == self.m or not self.keeps_casts else self.a * sum(math.prod(shape) for shape in shapes)
 
 
-def _widths(config: Config, *, kernels: bool) -> _Widths:
+def _widths(config: Config, *, kernels: bool, ranks: int = 1) -> _Widths:
+    """Of a rank; without `parallel.ep` experts are shared by as many ranks of a node of eight as divide them."""
+    experts = config.moe.num_experts
+    ep = config.parallel.ep or max(n for n in range(1, 9) if ranks % n == 0 and experts % n == 0)
     a = {"bf16": 2, "fp32": 4, "fp64": 8}[config.train.dtype]
     wide = max(a, 4)
     rows = config.train.micro_batch_size
-    return _Widths(T=rows * config.data.seq_len, rows=rows, a=a, m=wide, w=wide, kernels=kernels)
+    return _Widths(
+        T=rows * config.data.seq_len, rows=rows, a=a, m=wide, w=wide, kernels=kernels, ep=ep, keeps_casts=ranks == 1
+    )
 
 
 def _attention(config: Config, s: _Widths, shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -156,21 +165,18 @@ def _layer(config: Config, layer: int, s: _Widths) -> _Kept:
 
 
 def _layer_shapes(config: Config, layer: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of a layer's parameters by their names in it; layers of multi-token prediction count on."""
-    model = config.model
-    further = layer - model.num_layers
-    prefix = f"layers.{layer}." if further < 0 else f"mtp.{further}.block."
-    return {n.removeprefix(prefix): shape for n, shape in parameter_shapes(config).items() if n.startswith(prefix)}
+    return dict(block_shapes(config, layer))
 
 
-def kept_activations(config: Config, *, kernels: bool) -> dict[str, int]:
+def kept_activations(config: Config, *, kernels: bool, ranks: int = 1) -> dict[str, int]:
     """Bytes that autograd keeps of one micro batch between forward and backward, by part of the model.
 
     Args:
         config: `train.recompute` is read, too.
         kernels: whether the ops are kernels; plain torch keeps the scores of attention.
+        ranks: see `plan_memory`.
     """
-    s, model = _widths(config, kernels=kernels), config.model
+    s, model = _widths(config, kernels=kernels, ranks=ranks), config.model
     stream = s.T * model.hidden_size * s.a
     kept = {f"layer {i}": _layer(config, i, s).total for i in range(model.num_layers)}
     for depth in range(model.mtp_depth):
@@ -198,14 +204,12 @@ def _loss_working(config: Config, s: _Widths) -> int:
 def _routed_working(config: Config, s: _Widths) -> int:
     """Held by the backward of the routed experts: their gradients, and what flows between four products."""
     moe, D, slots = config.moe, config.model.hidden_size, s.T * config.moe.top_k
-    w2 = moe.num_experts * D * moe.expert_size
+    w2 = moe.num_experts // s.ep * D * moe.expert_size
     rounded = 0 if s.a == s.m else s.a
     act = slots * moe.expert_size * s.a
     again = 2 * act if "experts" in config.train.recompute else 0
-    if not s.kernels:
-        between = 3 * act + slots * moe.expert_size * s.swiglu_backward
-    else:
-        between = 3 * act + w2 * rounded
+    steps = slots * moe.expert_size * s.swiglu_backward  # all of them at once in plain torch
+    between = 3 * act + (w2 * rounded if s.kernels else steps)
     return 3 * w2 * s.m + again + max(between, 2 * act + slots * D * s.a + 2 * w2 * rounded)
 
 
@@ -216,7 +220,8 @@ def _attention_working(config: Config, s: _Widths) -> int:
     if s.kernels:
         return s.T * N * ((2 * H + 2 * V) * s.a + H * 4)
     scores = s.T * N * config.data.seq_len
-    return s.T * N * (2 * H + 2 * V) * s.a + scores * (2 * s.w)
+    freed = 0 if s.a == s.w else s.a  # the rounded weights, before their gradient is widened
+    return s.T * N * (2 * H + 2 * V) * s.a + scores * (2 * s.w - freed)
 
 
 def _backward_working(config: Config, layer: int, s: _Widths) -> int:
@@ -238,8 +243,15 @@ def _optimizer_working(config: Config, s: _Widths) -> int:
     chunk = _CHUNK_MOMENTS * 7 * s.w if narrow else 0
     if config.optim.kind != "muon":
         return min(chunk, 7 * s.w * max(math.prod(shape) for shape in parameter_shapes(config).values()))
-    largest = max(math.prod(shape) for name, shape in parameter_shapes(config).items() if name not in ("embed", "head"))
-    return largest * s.w * (4 if narrow else 3) + min(_CHUNK_MUON, largest) * 6 * s.a
+    shapes = parameter_shapes(config)
+    return max(_muon_working(name, shape, s) for name, shape in shapes.items() if _moments(name, shape, config) == 1)
+
+
+def _muon_working(name: str, shape: tuple[int, ...], s: _Widths) -> int:
+    """Two copies of a parameter, and of a batch of its matrices the iterate and its Gram matrix twice."""
+    rows, columns = shape[-2] // (2 if name.endswith("w13") else 1), shape[-1]
+    size, square = math.prod(shape), min(rows, columns) / max(rows, columns)
+    return 2 * size * s.w + int(min(_CHUNK_MUON, size) * s.a * (2 + 2 * square))
 
 
 def plan_memory(config: Config, *, kernels: bool, ranks: int = 1) -> Memory:
@@ -248,13 +260,17 @@ def plan_memory(config: Config, *, kernels: bool, ranks: int = 1) -> Memory:
     Args:
         config: the config; `train.micro_batch_size` is one rank's.
         kernels: whether the ops are kernels (True) or plain torch (False).
-        ranks: that share master values, gradients and moments evenly. Each gathers two layers' dense weights at a time.
+        ranks: that share master values, gradients and moments evenly. Each gathers two layers' dense weights at a time;
+            rows spread evenly over the experts. The buffers of RDEP come on top.
     """
-    s, kept = _widths(config, kernels=kernels), kept_activations(config, kernels=kernels)
+    s = _widths(config, kernels=kernels, ranks=ranks)
+    kept = kept_activations(config, kernels=kernels, ranks=ranks)
     shapes = {name: math.prod(shape) for name, shape in parameter_shapes(config).items()}
     every = s.m * sum(shapes.values())
-    moment = 2 if config.optim.moment_dtype == "bf16" else s.m
-    moments = sum(size * moment * (1 if _has_momentum(name, config) else 2) for name, size in shapes.items())
+    width = 2 if config.optim.moment_dtype == "bf16" else s.m
+    moments = width * sum(
+        _moments(name, shape, config) * math.prod(shape) for name, shape in parameter_shapes(config).items()
+    )
     gathered = 0 if ranks == 1 else 2 * (s.a + s.m) * _largest_dense_layer(config)
 
     def at(moment: str, *, gradients: int, activations: int, working: int) -> Memory:
@@ -284,10 +300,10 @@ def plan_memory(config: Config, *, kernels: bool, ranks: int = 1) -> Memory:
     return max(moments_of_most, key=lambda memory: memory.peak)
 
 
-def _has_momentum(name: str, config: Config) -> bool:
-    """Whether a parameter is Muon's, which keeps one moment, and not AdamW's (`nmoe.optim.groups`)."""
-    matrix = len(parameter_shapes(config)[name]) > 1
-    return config.optim.kind == "muon" and matrix and name not in ("embed", "head") and "router" not in name
+def _moments(name: str, shape: tuple[int, ...], config: Config) -> int:
+    """Moments of a parameter: Muon keeps one, AdamW two (`nmoe.optim.groups`)."""
+    muon = config.optim.kind == "muon" and len(shape) > 1 and name not in ("embed", "head") and "router" not in name
+    return 1 if muon else 2
 
 
 def _largest_dense_layer(config: Config) -> int:
@@ -298,14 +314,11 @@ def _largest_dense_layer(config: Config) -> int:
     )
 
 
-def cheapest_recompute(config: Config, *, limit: float, kernels: bool, ranks: int = 1) -> tuple[str, ...] | None:
-    """The least `train.recompute` with which the peak of a rank is below `limit` bytes; None where none is enough.
+def recompute_choices(config: Config) -> Iterator[Config]:
+    """The config with each `train.recompute`, from the least to the most that is computed again.
 
     The parts stand in the order of what a byte costs: the experts' pre-activations are one product, attention is all of it.
     """
     for count in range(len(RECOMPUTABLE) + 1):
         for parts in combinations(RECOMPUTABLE, count):
-            changed = replace(config, train=replace(config.train, recompute=parts))
-            if plan_memory(changed, kernels=kernels, ranks=ranks).peak <= limit:
-                return parts
-    return None
+            yield replace(config, train=replace(config.train, recompute=parts))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from nmoe.config import Config
 from nmoe.model.params import count_parameters
-from nmoe.train.memory import Memory, cheapest_recompute, plan_memory
+from nmoe.train.memory import Memory, plan_memory, recompute_choices
 
 __all__ = ["Plan", "format_plan", "make_plan"]
 
@@ -26,7 +26,7 @@ class Plan:
         gpus: fewest GPUs of `GPU_BYTES` that hold the run: one, or whole nodes of eight; 0: no number does, because what
             one micro batch needs is too large.
         memory: of one of these GPUs at the moment of most.
-        recompute: least `train.recompute` with which the run would fit these GPUs, where it is not the config's; else None.
+        alternative: least `train.recompute` that needs the fewest GPUs, and these, where they are fewer; else None.
         tokens: that the run sees.
         steps: of the run.
     """
@@ -36,7 +36,7 @@ class Plan:
     bytes_per_parameter: dict[str, float]
     gpus: int
     memory: Memory
-    recompute: tuple[str, ...] | None
+    alternative: tuple[tuple[str, ...], int] | None
     tokens: int
     steps: int
 
@@ -55,16 +55,13 @@ def make_plan(config: Config) -> Plan:
     sizes = {"master values": float(wide), "gradients": float(wide), "moments": whole.moments / parameters}
     gpus = _fewest(config, kernels=kernels)
     memory = plan_memory(config, kernels=kernels, ranks=gpus or _MOST_GPUS)
-    smaller = None
-    if gpus != 1:
-        smaller = cheapest_recompute(config, limit=GPU_BYTES, kernels=kernels, ranks=1 if gpus else _MOST_GPUS)
     return Plan(
         parameters=parameters,
         active_parameters=active,
         bytes_per_parameter=sizes,
         gpus=gpus,
         memory=memory,
-        recompute=smaller,
+        alternative=_fewer(config, gpus or _MOST_GPUS, kernels=kernels),
         tokens=config.tokens_per_step * config.train.steps,
         steps=config.train.steps,
     )
@@ -80,6 +77,15 @@ def _fewest(config: Config, *, kernels: bool) -> int:
         nodes, True, key=lambda n: plan_memory(config, kernels=kernels, ranks=n * _GPUS_A_NODE).peak <= GPU_BYTES
     )
     return nodes[index] * _GPUS_A_NODE if index < len(nodes) else 0
+
+
+def _fewer(config: Config, gpus: int, *, kernels: bool) -> tuple[tuple[str, ...], int] | None:
+    """What recomputation would save, in GPUs."""
+    if gpus == 1:
+        return None
+    needs = [(choice.train.recompute, _fewest(choice, kernels=kernels)) for choice in recompute_choices(config)]
+    best = min(((number, parts) for parts, number in needs if number), key=lambda need: need[0], default=(gpus, ()))
+    return (best[1], best[0]) if best[0] < gpus else None
 
 
 def format_plan(plan: Plan, *, config: Config) -> str:
@@ -119,9 +125,9 @@ def _recompute_row(plan: Plan, config: Config) -> list[tuple[str, str]]:
     rows = []
     if config.train.recompute:
         rows.append(("recompute", ", ".join(config.train.recompute)))
-    if plan.recompute is not None:
-        parts = ", ".join(f'"{part}"' for part in plan.recompute)
-        rows.append(("hint", f"with train.recompute = [{parts}] it would fit {'one GPU' if plan.gpus else 'GPUs'}"))
+    if plan.alternative is not None:
+        parts = ", ".join(f'"{part}"' for part in plan.alternative[0])
+        rows.append(("or", f"train.recompute = [{parts}]: GPUs {plan.alternative[1]}"))
     return rows
 
 
