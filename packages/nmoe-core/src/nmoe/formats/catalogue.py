@@ -82,6 +82,7 @@ _METRICS = (
     _gauge("memory/host_rss", "byte", "Resident memory of the process, largest over ranks."),
     _gauge("gpu/utilisation", "fraction", "Share of time in which a kernel ran, as the driver reports it."),
     _gauge("gpu/power", "W", "Power draw."),
+    _gauge("gpu/memory", "byte", "Memory of the device in use, by all its processes."),
     _gauge("gpu/temperature", "degree Celsius", "Core temperature."),
     _gauge("router/load", "fraction", "Share of a layer's assignments that one expert received."),
     _gauge("router/max_over_mean", "1", "Load of the fullest expert of a layer over the mean."),

@@ -27,6 +27,7 @@ from nmoe.train.health import WINDOW, is_spike
 from nmoe.train.loop import StepResult, train_step
 from nmoe.train.record import Recorder
 from nmoe.train.report import ProgressBar, log_to_file
+from nmoe.train.sampler import Sampler, gpu_reader
 from nmoe.train.setup import (
     Parts,
     Progress,
@@ -173,6 +174,8 @@ class _Run:
             recorder = Recorder(
                 config, parts=self.parts, progress=self.progress, metrics=metrics, bar=self.bar, peak=self.peak
             )
+            if self.device.type == "cuda" and (read := gpu_reader(1)) is not None:
+                stack.enter_context(Sampler(read, metrics=metrics, step=lambda: self.progress.step))
             loader = stack.enter_context(self._loader())
             if self.progress.step < config.train.steps:
                 self._steps(loader, recorder, checkpoints, watch)
