@@ -175,11 +175,13 @@ CHANGES: dict[str, tuple[list[str], str]] = {
 ACROSS = {
     "rdep.capacity": ("0.25", lambda exchange: exchange.rounds),
     "rdep.sizes": ("exact", lambda exchange: exchange.exact),
+    "rdep.wire": ("mxfp8", lambda exchange: exchange.wire),
     "rdep.timeout_s": ("5.0", lambda exchange: exchange.board.timeout_s),
 }
 # What has to be given up beside a change, where the two contradict each other.
 BESIDE = {
     "train.tokens": ["train.steps=0"],
+    "rdep.wire": ["model.hidden_size=32"],
     "attention.kind": ["attention.kv_lora_rank=0", "attention.num_kv_heads=2"],
     "data.builtin": ["data.train=[]", "data.val="],
     "rope.scaling": YARN[1:],
@@ -287,7 +289,8 @@ def test_key_changes_the_run(key, observed, data):
 @pytest.mark.parametrize("key", ACROSS)
 def test_key_changes_the_exchange_between_ranks(key, data):
     value, reads = ACROSS[key]
-    text = BASE.replace("{data}", str(data))
-    configs = [parse_config(text, where="keys.toml", name="keys", overrides=o) for o in ((), (f"{key}={value}",))]
+    text, beside = BASE.replace("{data}", str(data)), BESIDE.get(key, [])
+    overrides = (beside, [*beside, f"{key}={value}"])
+    configs = [parse_config(text, where="keys.toml", name="keys", overrides=o) for o in overrides]
     base, changed = (reads(Exchange.of(config, Local(), dtype=torch.float32)) for config in configs)
     assert base != changed

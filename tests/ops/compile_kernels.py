@@ -52,6 +52,9 @@ def compile_exchange(op) -> None:
     op("give_back").reduce_push_kernel("bfloat16", 6, True)
     op("give_back").reduce_push_kernel("bfloat16", 8, False)
     op("give_back").values_kernel(6)
+    for wire in ("mxfp8", "nvfp4"):
+        op("wire").push_packed_kernel(wire, 7168, 8)
+        op("wire").unpack_kernel(wire, 2048, 2)
 
 
 def compile_attention(attention) -> None:

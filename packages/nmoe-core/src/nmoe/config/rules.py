@@ -85,6 +85,8 @@ def _moe_violations(config: Config) -> Iterator[str]:
         yield f"parallel.ep = {parallel.ep} does not divide moe.num_experts = {moe.num_experts}"
     if parallel.ep > 1 and parallel.comm == "local":
         yield f'parallel.comm = "local" is one rank, but parallel.ep = {parallel.ep}'
+    if config.rdep.wire != "plain" and config.model.hidden_size % 32:
+        yield f'rdep.wire = "{config.rdep.wire}" needs blocks of 32, but model.hidden_size = {config.model.hidden_size}'
     if moe.top_k > moe.num_experts:
         yield f"moe.top_k = {moe.top_k} exceeds moe.num_experts = {moe.num_experts}"
         return

@@ -340,6 +340,9 @@ class Rdep:
     is dropped."""
     sizes: Literal["bound", "exact"] = "bound"
     """Room for what may come (bound), or for just what comes, which the host has to wait for once a layer (exact)."""
+    wire: Literal["plain", "mxfp8", "nvfp4"] = "plain"
+    """Format of rows on the way to the experts: as they are, or quantised while they are sent. Gradients and results always
+    travel as they are."""
     timeout_s: AboveZero = 60.0
     """How long a rank waits for another before all end with a message, in seconds."""
 

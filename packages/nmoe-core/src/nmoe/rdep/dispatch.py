@@ -8,7 +8,7 @@ to P x T_max rows a layer.
 from torch import Tensor
 
 from nmoe.comm.remote import Phase
-from nmoe.ops import push, receive
+from nmoe.ops import push, receive, wire
 from nmoe.ops.receive import Arrivals
 from nmoe.rdep.exchange import Exchange
 from nmoe.rdep.plan import Plan
@@ -22,12 +22,11 @@ def dispatch(
     """Send each row, with its choices and gates, to the owners of its experts.
 
     Returns:
-        x_RD: the rows that arrived, in (source rank, token) order, in shared memory: valid until the next meeting.
+        x_RD: the rows that arrived, in (source rank, token) order; in shared memory, so valid until the next meeting.
         What to do with them.
     """
-    kernels = push.kernels()
-    kernels.push(x_TD, plan.sends, plan.count_PP2, rows=exchange.rows)
-    kernels.push_records(
+    _send(x_TD, plan, exchange)
+    push.kernels().push_records(
         expert_TK,
         gate_TK,
         plan.sends,
@@ -45,7 +44,7 @@ def dispatch(
         top_k=gate_TK.shape[1],
         layer=layer,
     )
-    return exchange.rows.local, arrivals
+    return _arrived(x_TD, plan, exchange), arrivals
 
 
 def dispatch_gradient(
@@ -56,8 +55,23 @@ def dispatch_gradient(
     Returns:
         x_RD and dout_RD, in shared memory: valid until the next meeting.
     """
-    kernels = push.kernels()
-    kernels.push(x_TD, plan.sends, plan.count_PP2, rows=exchange.rows)
-    kernels.push(dout_TD, plan.sends, plan.count_PP2, rows=exchange.gradients)
+    _send(x_TD, plan, exchange)
+    push.kernels().push(dout_TD, plan.sends, plan.count_PP2, rows=exchange.gradients)
     exchange.meet(layer, Phase.DISPATCH_GRADIENT)
-    return exchange.rows.local, exchange.gradients.local
+    return _arrived(x_TD, plan, exchange), exchange.gradients.local
+
+
+def _send(x_TD: Tensor, plan: Plan, exchange: Exchange) -> None:
+    if exchange.wire is None:
+        push.kernels().push(x_TD, plan.sends, plan.count_PP2, rows=exchange.rows)
+    else:
+        kernels = wire.kernels()
+        kernels.push_packed(x_TD, plan.sends, plan.count_PP2, packets=exchange.rows, wire=exchange.wire)
+
+
+def _arrived(like_TD: Tensor, plan: Plan, exchange: Exchange) -> Tensor:
+    if exchange.wire is None:
+        return exchange.rows.local
+    return wire.kernels().unpack(
+        exchange.rows.local, plan.count_PP2, rank=exchange.comm.rank, wire=exchange.wire, like_RD=like_TD
+    )

@@ -6,7 +6,7 @@ area      at each rank      written by
 ========  ================  ==================================================================
 flag      [P]               every rank: its epoch
 count     [P, P, 2]         every rank: what it sends to each
-rows      [P * T_max, D]    sources: rows of x
+rows      [P * T_max, D]    sources: rows of x, or their packets
 gradients [P * T_max, D]    sources: gradients of the layer's output
 records   [P * T_max, M]    sources: what to do with a row
 results   [O, T_max, D]     owners: their sums for a token
@@ -29,6 +29,7 @@ from nmoe.config import Config
 from nmoe.errors import ConfigError
 from nmoe.ops import meet
 from nmoe.ops.push import record_words
+from nmoe.ops.wire import WIRES, Wire
 
 __all__ = ["Exchange", "Rounds"]
 
@@ -71,6 +72,7 @@ class Exchange:
         hidden_size: D.
         num_experts: E.
         top_k: K.
+        wire: Format of x on the way, or None for rows as they are. Gradients and results always travel as they are.
         dtype: Of the rows; gates are fp32, fp64 where the rows are.
         capacity: Assignments that a rank has room for at once, as a multiple of the balanced load T_max * K. More come
             in further rounds; none is dropped.
@@ -90,6 +92,7 @@ class Exchange:
         num_experts: int,
         top_k: int,
         dtype: torch.dtype,
+        wire: Wire | None = None,
         capacity: float = 2.0,
         exact: bool = False,
         timeout_s: float = 60.0,
@@ -100,7 +103,7 @@ class Exchange:
             )
         if capacity <= 0:
             raise ConfigError(f"rdep.capacity = {capacity} must be above 0")
-        self.comm, self.tokens, self.exact = comm, tokens, exact
+        self.comm, self.tokens, self.exact, self.wire = comm, tokens, exact, wire
         self.experts_per_rank = num_experts // comm.size
         self.gate_dtype = torch.promote_types(dtype, torch.float32)
         per_row = min(top_k, self.experts_per_rank)
@@ -111,7 +114,7 @@ class Exchange:
         areas: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "flag": ((comm.size,), torch.int64),
             "count": ((comm.size, comm.size, 2), torch.int32),
-            "rows": ((rows, hidden_size), dtype),
+            "rows": ((rows, wire.packet_bytes(hidden_size)), torch.uint8) if wire else ((rows, hidden_size), dtype),
             "gradients": ((rows, hidden_size), dtype),
             "records": ((rows, words), torch.int32),
             "results": ((min(top_k, comm.size), tokens, hidden_size), dtype),
@@ -141,6 +144,7 @@ class Exchange:
             num_experts=config.moe.num_experts,
             top_k=config.moe.top_k,
             dtype=dtype,
+            wire=WIRES.get(config.rdep.wire),
             capacity=config.rdep.capacity,
             exact=config.rdep.sizes == "exact",
             timeout_s=config.rdep.timeout_s,

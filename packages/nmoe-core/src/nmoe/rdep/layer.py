@@ -14,6 +14,7 @@ from nmoe.rdep.exchange import Exchange
 from nmoe.rdep.experts import Experts
 from nmoe.rdep.many_ranks import ExpertsAcross
 from nmoe.rdep.one_rank import ExpertsHere
+from nmoe.rdep.overlap import start_beside
 from nmoe.rdep.plan import owned_experts
 from nmoe.rdep.router import Router, Routes
 
@@ -58,9 +59,13 @@ class MoE(nn.Module):
             out_TD in x's dtype; the router's balance and z-loss [2], summed over tokens; load_E, int32.
         """
         routes = self.router(x_TD, num_rows)
-        out_TD = self._routed(x_TD, routes)
-        if self.shared is not None:
-            out_TD = out_TD + self.shared(x_TD)
+        if self.shared is None:
+            out_TD = self._routed(x_TD, routes)
+        elif self.exchange is None:
+            out_TD = self._routed(x_TD, routes) + self.shared(x_TD)
+        else:
+            shared = start_beside(self.shared, x_TD)
+            out_TD = self._routed(x_TD, routes) + shared()
         return out_TD, routes.aux_loss, routes.load_E
 
     def _routed(self, x_TD: Tensor, routes: Routes) -> Tensor:

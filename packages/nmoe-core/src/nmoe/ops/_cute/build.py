@@ -41,6 +41,7 @@ DTYPES = {
     torch.float32: cutlass.Float32,
     torch.int32: cutlass.Int32,
     torch.int64: cutlass.Int64,
+    torch.uint8: cutlass.Uint8,
 }
 """torch dtype -> CuTe element type."""
 
