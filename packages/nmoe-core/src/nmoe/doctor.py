@@ -68,7 +68,7 @@ def demand_of(config: Config | None, *, gpus: int) -> Demand:
         ranks=ranks,
         comm=comm,
         symmetric_bytes=shared_bytes(config, ranks=ranks),
-        state_bytes=make_plan(config).state_bytes,
+        state_bytes=int(make_plan(config).state_bytes),
     )
 
 
