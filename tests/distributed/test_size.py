@@ -15,8 +15,9 @@ QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("fp32", 2), ("bf16", 4)])
-def test_shared_bytes_are_those_of_the_exchange(dtype, size):
-    config = load_config(QUICKSTART, [f"train.dtype={dtype}", "data.seq_len=50"])
+@pytest.mark.parametrize("wire", ["plain", "mxfp8", "nvfp4"])
+def test_shared_bytes_are_those_of_the_exchange(dtype, size, wire):
+    config = load_config(QUICKSTART, [f"train.dtype={dtype}", f"rdep.wire={wire}", "data.seq_len=50"])
     rows = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     taken = run_ranks(size, over_shm, lambda comm: Exchange.of(config, comm, dtype=rows).nbytes)
     assert taken == [shared_bytes(config, ranks=size)] * size

@@ -18,10 +18,14 @@ def shared_bytes(config: Config, *, ranks: int) -> int:
     width, top_k = config.model.hidden_size, config.moe.top_k
     words = -(-(_HEADER_WORDS + top_k * (1 + gate // 4)) // 4) * 4
     rows = ranks * tokens
+    packet = {"plain": width * wide, "mxfp8": width + width // 32, "nvfp4": width // 2 + width // 16 + 4}[
+        config.rdep.wire
+    ]
+    packet = packet if config.rdep.wire == "plain" else -(-packet // 16) * 16
     areas = {
         "flag": 8 * ranks,
         "count": 4 * ranks * ranks * 2,
-        "rows": rows * width * wide,
+        "rows": rows * packet,
         "gradients": rows * width * wide,
         "records": rows * words * 4,
         "results": min(top_k, ranks) * tokens * width * wide,
