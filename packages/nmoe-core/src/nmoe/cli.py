@@ -49,6 +49,12 @@ def train_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="check the config and print parameters, memory, GPUs, tokens and steps; train nothing",
     )
+    parser.add_argument(
+        "--profile",
+        metavar="DIR",
+        help="train a few steps from the start, write DIR/trace.json (for Chrome or Perfetto) and print where the time of a "
+        "step goes; keeps no run",
+    )
     parser.add_argument("--fresh", action="store_true", help="begin a new run even where an unfinished one could go on")
     parser.add_argument("--version", action="version", version=f"nmoe-core {nmoe.__version__}")
     return parser
@@ -121,11 +127,22 @@ def _train(options: argparse.Namespace) -> int:
             "nmoe-train needs PyTorch: install nmoe-core[train] "
             "(in this repository: uv sync --locked --no-default-groups --package nmoe-core --extra train)"
         )
-    _refuse_unwritable(Path(config.run.root))
+    place = Path(options.profile or config.run.root)
+    _refuse_unwritable(place, what="--profile" if options.profile else "run.root")
     # Read when PyTorch loads its OpenMP. Threads that spin while they wait starve others where cores are shared: beside a
     # second process on two cores a quickstart step took 1 to 5 s instead of 0.45; alone it is 0.25 s either way.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from nmoe.train.report import set_up_logging
+
+    if options.profile:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # its notes are not for whoever reads the table
+        from nmoe.train.profile import format_profile, profile_steps
+
+        set_up_logging()
+        found = profile_steps(config, Path(options.profile))
+        print(format_profile(found))
+        print(f"trace: {found.trace}")
+        return 0
     from nmoe.train.run import train as run
 
     outcome = run(config, fresh=options.fresh, bar=set_up_logging())
@@ -137,13 +154,13 @@ def _train(options: argparse.Namespace) -> int:
     return 128 + outcome.signal if outcome.signal else 0
 
 
-def _refuse_unwritable(root: Path) -> None:
+def _refuse_unwritable(root: Path, *, what: str) -> None:
     """Raises where no run folder can be made, before seconds go into loading PyTorch and data."""
     place = root
     while not place.exists():
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        raise EnvironmentFault(f"run.root = {root}: {place} is not a folder that can be written; set run.root to one")
+        raise EnvironmentFault(f"{what} = {root}: {place} is not a folder that can be written; set {what} to one")
 
 
 def _summary(outcome: "Outcome", *, root: str) -> list[str]:

@@ -16,14 +16,27 @@ import torch
 
 from nmoe.config import Config
 from nmoe.model.attention import window_of
-from nmoe.model.params import count_parameters, parameter_shapes
+from nmoe.model.params import block_shapes
 
-__all__ = ["Peak", "device_peak", "flop_per_token", "gpu_peak_bytes", "host_rss_bytes"]
+__all__ = [
+    "PARTS",
+    "Peak",
+    "device_peak",
+    "flop_by_part",
+    "flop_per_token",
+    "gpu_peak_bytes",
+    "host_rss_bytes",
+    "measured_bandwidth",
+]
 
 # Dense bf16 tensor-core peak in TFLOP/s, by a part of the device's name; first match. Source: NVIDIA's data sheets of
 # the SXM modules (dense is half of the figure printed there for sparse matrices).
 _DATA_SHEET = (("GB300", 2500.0), ("B300", 2500.0), ("GB200", 2500.0), ("B200", 2250.0))
 _DATA_SHEET += (("H200", 989.4), ("H100", 989.4), ("GH200", 989.4))
+
+
+PARTS = ("attention", "router", "experts", "mlp", "loss", "further tokens")
+"""Parts of the model with matrix products; mlp: dense layers and shared experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,20 +52,38 @@ class Peak:
     origin: str
 
 
-def flop_per_token(config: Config) -> float:
-    """FLOP of a forward and backward pass, a token.
+def flop_by_part(config: Config) -> dict[str, float]:
+    """FLOP of a forward and backward pass, a token, by part of the model; parts without products are left out.
 
     Source: Kaplan et al. 2020, arXiv:2001.08361 section 2.1 (6 N); Chowdhery et al. 2022, arXiv:2204.02311 appendix B
         (attention).
     """
-    model, attention = config.model, config.attention
-    vectors = sum(math.prod(shape) for shape in parameter_shapes(config).values() if len(shape) == 1)
-    table = model.vocab_size * model.hidden_size
-    heads = model.mtp_depth * table - (0 if model.tie_embeddings else table)  # the embedding's rows are looked up
-    products = 6.0 * (count_parameters(config)[1] - vectors + heads)
+    model, attention, moe = config.model, config.attention, config.moe
+    weights: dict[str, float] = {part: 0.0 for part in PARTS}  # noqa: C420 - the keys are texts, not these six texts
+    layers = range(model.num_layers + model.mtp_depth)
+    for name, shape in ((name, shape) for layer in layers for name, shape in block_shapes(config, layer)):
+        if len(shape) > 1:
+            share = moe.top_k / moe.num_experts if ".experts." in name else 1.0
+            weights[_part_of(name)] += share * math.prod(shape)
+    weights["loss"] = float((1 + model.mtp_depth) * model.vocab_size * model.hidden_size)
+    weights["further tokens"] = float(model.mtp_depth * 2 * model.hidden_size**2)
+    flop = {part: 6.0 * number for part, number in weights.items() if number}
     width = attention.num_heads * (attention.qk_head_dim + attention.v_head_dim)
-    keys = sum(_keys_seen(config, layer) for layer in range(model.num_layers + model.mtp_depth))
-    return products + 6.0 * width * keys
+    flop["attention"] += 6.0 * width * sum(_keys_seen(config, layer) for layer in layers)
+    return flop
+
+
+def _part_of(name: str) -> str:
+    """Part of a layer's parameter."""
+    for prefix, part in (("attn.", "attention"), ("moe.router", "router"), ("moe.experts", "experts")):
+        if name.startswith(prefix):
+            return part
+    return "mlp"
+
+
+def flop_per_token(config: Config) -> float:
+    """FLOP of a forward and backward pass, a token."""
+    return sum(flop_by_part(config).values())
 
 
 def _keys_seen(config: Config, layer: int) -> float:
@@ -83,6 +114,18 @@ def _measured_peak(device: torch.device, dtype: torch.dtype) -> Peak:
     return Peak(
         flops=2.0 * size**3 / best, origin=f"measured, product of {size}^3 in {str(dtype).removeprefix('torch.')}"
     )
+
+
+def measured_bandwidth(device: torch.device) -> float:
+    """Bytes/s that the device's memory reads and writes together, of a large copy."""
+    source = torch.zeros((1 << 30) if device.type == "cuda" else (1 << 27), dtype=torch.uint8, device=device)
+    target, best = torch.empty_like(source), float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        target.copy_(source)
+        target[-1].item()  # waits for the device
+        best = min(best, time.perf_counter() - began)
+    return 2.0 * source.numel() / best
 
 
 def host_rss_bytes() -> int:
