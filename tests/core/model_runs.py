@@ -83,11 +83,19 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "qwen3_moe": _QWEN,
     "windows": (*_QWEN, "model.num_layers=4", "attention.window=40", "attention.global_every=2"),
 }
+SEEDS = (0, 1, 2)
 _LENGTHS = [200, 1, 1, 150, 64, 3]
 
 
-def run(family: str, *, dtype: str, device: str) -> dict[str, Tensor]:
-    """Loss of two packed rows, and the gradient of every parameter, on the CPU; in fp64 from the same values."""
+def run(family: str, *, dtype: str, device: str, seed: int) -> dict[str, Tensor]:
+    """Loss of two packed rows, and the gradient of every parameter, on the CPU; in fp64 from the same values.
+
+    Args:
+        family: Of `FAMILIES`.
+        dtype: As in `train.dtype`.
+        device: ``cpu`` or ``cuda``.
+        seed: Of the tokens.
+    """
     config = parse_config(BASE, where="base", name="base", overrides=[*FAMILIES[family], f"train.dtype={dtype}"])
     with torch.device(device):
         model = Transformer(config, comm=Local(device))
@@ -100,7 +108,7 @@ def run(family: str, *, dtype: str, device: str) -> dict[str, Tensor]:
                 bias = torch.empty(router.bias.shape, dtype=router.bias.dtype)
                 normal(bias, std=0.05, seed=4, name="bias")
                 router.bias.copy_(bias)
-    tokens, number, position = _packed()
+    tokens, number, position = _packed(seed)
     targets = torch.where(number[:, 1:] == number[:, :-1], tokens[:, 1:], IGNORED)
     targets = torch.nn.functional.pad(targets, (0, 1), value=IGNORED)
     output = model(
@@ -111,19 +119,25 @@ def run(family: str, *, dtype: str, device: str) -> dict[str, Tensor]:
     return {"loss": output.loss_sum.detach().cpu(), "mtp": output.mtp_loss.cpu(), **gradients}
 
 
-def _packed() -> tuple[Tensor, Tensor, Tensor]:
+def _packed(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, documents and positions of two rows of 320."""
     number = torch.cat([torch.full((length,), i) for i, length in enumerate(_LENGTHS * 2)])[:640].view(2, 320)
     position = torch.zeros_like(number)
     for i in range(1, 320):
         position[:, i] = torch.where(number[:, i] == number[:, i - 1], position[:, i - 1] + 1, 0)
-    tokens = torch.randint(0, 521, (2, 320), generator=torch.Generator().manual_seed(7))
+    tokens = torch.randint(0, 521, (2, 320), generator=torch.Generator().manual_seed(seed))
     return tokens, number, position
 
 
 if __name__ == "__main__":
     results = {
-        family: {"truth": run(family, dtype="fp64", device="cpu"), "plain": run(family, dtype="bf16", device="cuda")}
+        family: [
+            {
+                "truth": run(family, dtype="fp64", device="cpu", seed=seed),
+                "plain": run(family, dtype="bf16", device="cuda", seed=seed),
+            }
+            for seed in SEEDS
+        ]
         for family in FAMILIES
     }
     torch.save(results, sys.argv[1])

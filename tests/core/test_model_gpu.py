@@ -34,19 +34,26 @@ def references(tmp_path_factory) -> dict:
 def test_model_on_kernels_against_fp64(family, references):
     sources = registry.table()
     assert not [op for op in OPS if "reference" in sources[op] or "missing" in sources[op]]
-    truth, plain = references[family]["truth"], references[family]["plain"]
-    found = model_runs.run(family, dtype="bf16", device="cuda")
-    assert found.keys() == truth.keys()
+    ours, plain = {}, {}  # name -> squared errors, one a batch
+    for seed, reference in zip(model_runs.SEEDS, references[family], strict=True):
+        found, truth = model_runs.run(family, dtype="bf16", device="cuda", seed=seed), reference["truth"]
+        assert found.keys() == truth.keys()
+        for name, exact in truth.items():
+            assert torch.isfinite(found[name]).all(), name
+            for errors, result in ((ours, found), (plain, reference["plain"])):
+                error = (result[name].double() - exact).norm() / exact.norm().clamp_min(1e-9)
+                errors.setdefault(name, []).append(float(error) ** 2)
     far = []
-    for name, exact in truth.items():
-        assert torch.isfinite(found[name]).all(), name
-        ours, theirs = ((t.double() - exact).norm() / exact.norm().clamp_min(1e-9) for t in (found[name], plain[name]))
-        if ours > 1.5 * theirs + 1e-3:
-            far.append(f"{name}: {ours:.2e}, plain torch {theirs:.2e}")
+    for name in ours:
+        mine, theirs = (sum(errors[name]) ** 0.5 for errors in (ours, plain))
+        # A token between two experts may choose the other one when anything is rounded otherwise. Such tokens are most of
+        # the error of a router's gradient (3 to 12% in plain torch, by the batch), and how many there are is chance.
+        if mine > (3.0 if "router" in name else 1.5) * theirs + 1e-3:
+            far.append(f"{name}: {mine:.2e}, plain torch {theirs:.2e}")
     assert not far, "\n".join(far)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "windows"])
 def test_model_on_kernels_is_bit_identical_from_run_to_run(family):
-    first, second = (model_runs.run(family, dtype="bf16", device="cuda") for _ in range(2))
+    first, second = (model_runs.run(family, dtype="bf16", device="cuda", seed=0) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)

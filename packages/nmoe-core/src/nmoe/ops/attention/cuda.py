@@ -88,11 +88,14 @@ def _where(documents: Documents) -> dict[str, Any]:
 
 
 def forward(
-    q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor, documents: Documents, *, scale: float, gradients: bool
-) -> tuple[Tensor, Tensor | None]:
-    """out_TNH, and with ``gradients`` the log of each softmax's sum, lse_NT in fp32."""
-    where = _where(documents)
-    out_TNH, lse_NT, *_ = _flash_attn_fwd(q_TNH, k_TGH, v_TGH, softmax_scale=scale, return_lse=gradients, **where)
+    q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor, documents: Documents, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    """out_TNH, and the log of each softmax's sum, lse_NT in fp32."""
+    # lse also where nobody wants it: a kernel without it would be one more to compile.
+    out_TNH, lse_NT, *_ = _flash_attn_fwd(
+        q_TNH, k_TGH, v_TGH, softmax_scale=scale, return_lse=True, **_where(documents)
+    )
+    assert lse_NT is not None
     return out_TNH, lse_NT
 
 
@@ -117,8 +120,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor, documents: Documents, scale: float) -> Tensor:
         enter_context()
-        gradients = any(ctx.needs_input_grad)
-        out_TNH, lse_NT = forward(q_TNH, k_TGH, v_TGH, documents, scale=scale, gradients=gradients)
+        out_TNH, lse_NT = forward(q_TNH, k_TGH, v_TGH, documents, scale=scale)
         ctx.save_for_backward(q_TNH, k_TGH, v_TGH, out_TNH, lse_NT)
         ctx.documents, ctx.scale = documents, scale
         return out_TNH
