@@ -44,9 +44,10 @@ def liger(x_TD: Tensor, head_VD: Tensor, target_T: Tensor) -> Gradients:
 
     head = head_VD.detach().bfloat16().requires_grad_()
     x = x_TD.detach().requires_grad_()
-    results = fused_linear_cross_entropy_forward(
-        x, head, target_T, ignore_index=IGNORED, reduction="sum", accum_dtype=torch.float32
-    )
+    with torch.no_grad():  # as its own autograd function calls it; else every chunk's logits are kept
+        results = fused_linear_cross_entropy_forward(
+            x, head, target_T, ignore_index=IGNORED, reduction="sum", accum_dtype=torch.float32
+        )
     dx, dhead = [t for t in results if isinstance(t, Tensor) and t.dim() == 2][:2]
     return dx, dhead
 

@@ -21,7 +21,9 @@ from nmoe.model.params import block_shapes, parameter_shapes
 __all__ = ["Memory", "kept_activations", "plan_memory", "recompute_choices"]
 
 _CHUNK_LOGITS = 1 << 27
-"""Logits that the loss holds at once (`nmoe.ops.cross_entropy`)."""
+"""Logits that the loss holds at once in plain torch (`nmoe.ops.cross_entropy.reference`)."""
+_CHUNK_BYTES, _CHUNK_TOKENS = 1_650_000_000, 16384
+"""Most memory and tokens of the kernels' chunk of logits, a power of two of tokens (`nmoe.ops.cross_entropy.cuda`)."""
 _CHUNK_MOMENTS, _CHUNK_MUON = 1 << 24, 1 << 26
 """Elements that AdamW with bf16 moments, and Muon, work on at once (`nmoe.optim`)."""
 
@@ -195,6 +197,10 @@ def _loss_working(config: Config, s: _Widths) -> int:
     """Held by the loss beside its two gradients, which are kept: its input twice, the head rounded, a chunk of logits."""
     model = config.model
     head, V = model.vocab_size * model.hidden_size, model.vocab_size
+    if s.kernels:
+        fitting = 1 << (_CHUNK_BYTES // (4 * V)).bit_length() - 1
+        tokens = min(s.T, max(128, min(fitting, _CHUNK_TOKENS)))
+        return 2 * s.T * model.hidden_size * s.a + head * s.a + 4 * tokens * V
     chunk = min(s.T, max(16, _CHUNK_LOGITS // V)) * V
     rounded = head * s.a if s.a != s.m else 0
     making = chunk * (s.w + s.a) if s.a != s.w else chunk * s.w
