@@ -36,8 +36,11 @@ def compare() -> None:
         part = sharded[name].data
         assert isinstance(part, DTensor)
         assert part.to_local().shape[0] < p.shape[0], name
-        assert torch.equal(part.full_tensor(), p), name
+        if p.ndim == 2:
+            assert torch.equal(part.full_tensor(), p), name
+        else:  # each rank multiplies its own matrices: another batch, another order of sums
+            assert (part.full_tensor() - p).abs().max() < 1e-13, name
 
 
-def test_muon_on_shards_gives_the_bits_of_muon_on_whole_matrices():
+def test_muon_on_shards_takes_the_steps_of_muon_on_whole_matrices():
     run_ranks(2, compare)

@@ -7,8 +7,9 @@ the root mean square of AdamW's, so both share learning rate and decay. Momentum
 where AdamW keeps 8.
 
 A stack of matrices (experts) is updated in batches. `w13` holds the rows of gate and up in turn; they are two maps that
-share an input, published models train them as two, and so they are taken apart here. A matrix that is sharded over
-ranks is gathered for its products and cut again; all ranks then compute the same factor.
+share an input, published models train them as two, and so they are taken apart here. A matrix whose rows lie on several
+ranks is gathered for its products and cut again, and all these ranks compute the same factor; a stack is cut between
+its matrices, and each rank updates its own.
 
 Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon (iteration, Nesterov momentum); Liu et al. 2025,
 arXiv:2502.16982 section 2.2 (decay and scale).
@@ -58,18 +59,20 @@ def orthogonalize(matrices: Tensor, *, steps: int) -> Tensor:
     return x.mT if tall else x
 
 
-def _sharded_like(mine: Tensor, like: Tensor) -> Tensor:
-    if not isinstance(like, DTensor):
+def _whole(mine: Tensor, parameter: Tensor) -> Tensor:
+    """All rows of whose this rank has some; of a stack that is cut between its matrices, what is here is whole."""
+    if not isinstance(parameter, DTensor) or parameter.ndim > 2:
         return mine
-    return DTensor.from_local(mine, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(mine, mesh, placements, shape=parameter.shape, stride=parameter.stride()).full_tensor()
 
 
-def _part(whole: Tensor, like: Tensor) -> Tensor:
-    """What of a whole tensor belongs to this rank, where `like` is sharded."""
-    if not isinstance(like, DTensor):
+def _part(whole: Tensor, parameter: Tensor) -> Tensor:
+    """What of a whole tensor belongs to this rank."""
+    if not isinstance(parameter, DTensor) or parameter.ndim > 2:
         return whole
     # Every rank has the same values, so that none has to be sent.
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
 
 
 def split_matrices(name: str, values: Tensor) -> Tensor:
@@ -104,7 +107,7 @@ class Muon:
         self.num_updates = 0
         narrow = config.moment_dtype == "bf16"
         self._momentum = {
-            name: torch.zeros_like(p, dtype=torch.bfloat16 if narrow else p.dtype, requires_grad=False)
+            name: torch.zeros_like(local(p), dtype=torch.bfloat16 if narrow else p.dtype, requires_grad=False)
             for name, p in self._parameters.items()
         }
 
@@ -119,8 +122,8 @@ class Muon:
                 self._move(name, parameter, update, learning_rate=learning_rate * pace.rate, decay=pace.decay)
 
     def _look_ahead(self, number: int, name: str, gradient: Tensor) -> Tensor:
-        """Takes the gradient into the momentum; returns what the momentum will be if the next one is the same."""
-        beta, momentum, mine = self._config.momentum, local(self._momentum[name]), local(gradient)
+        """Takes the gradient into the momentum; returns, of this rank's rows, what it will be if the next one is the same."""
+        beta, momentum, mine = self._config.momentum, self._momentum[name], local(gradient)
         if momentum.dtype == torch.bfloat16:
             moved = momentum.to(mine.dtype).mul_(beta).add_(mine)
             generator = torch.Generator(device=momentum.device)
@@ -128,13 +131,13 @@ class Muon:
             momentum.copy_(round_stochastically(moved.float(), generator=generator))
         else:
             moved = momentum.mul_(beta).add_(mine)
-        return _sharded_like(torch.add(mine, moved, alpha=beta), gradient)
+        return torch.add(mine, moved, alpha=beta)
 
     def _move(
         self, name: str, parameter: torch.nn.Parameter, update: Tensor, *, learning_rate: float, decay: float
     ) -> None:
         """One decoupled decay and one orthogonal step of a parameter."""
-        whole = update.full_tensor() if isinstance(update, DTensor) else update
+        whole = _whole(update, parameter)
         matrices = split_matrices(name, whole)
         size = _RMS * math.sqrt(max(matrices.shape[-2:]))
         factor = join_matrices(name, self._orthogonal(matrices), whole)
