@@ -25,6 +25,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+import torch.fx.experimental.symbolic_shapes  # what a backward imports: seconds, once here and not once a rank
 
 __all__ = ["Outcome", "Ranks", "over_shm", "run_ranks"]
 
