@@ -37,6 +37,8 @@ class Case:
     """few: a third of the experts gets nothing. one expert: it is among every token's choices."""
     capacity: float = 2.0
     exact: bool = False
+    keep: bool = True
+    """Pre-activations for backward."""
 
     @property
     def ranks(self) -> int:
@@ -110,9 +112,9 @@ def on_one_rank(problem: Problem) -> Figures:
     return gradients(problem.doubled(), ExpertsHere.apply)
 
 
-def across(exchange: Exchange, layer: int = 0) -> Callable[..., Tensor]:
+def across(exchange: Exchange, layer: int = 0, *, keep: bool = True) -> Callable[..., Tensor]:
     """The layer over an exchange."""
-    return lambda *operands: ExpertsAcross.apply(*operands, exchange, layer)
+    return lambda *operands: ExpertsAcross.apply(*operands, keep, exchange, layer)
 
 
 def on_ranks(cases: list[Case], work: Callable[[Exchange, Case], list[Figures]] | None = None) -> list[list[Figures]]:
@@ -149,7 +151,7 @@ def on_ranks(cases: list[Case], work: Callable[[Exchange, Case], list[Figures]] 
 
 def once(exchange: Exchange, case: Case) -> list[Figures]:
     """One forward and backward of this rank's part."""
-    return [gradients(Problem.of(case).of_rank(case, exchange.comm.rank), across(exchange))]
+    return [gradients(Problem.of(case).of_rank(case, exchange.comm.rank), across(exchange, keep=case.keep))]
 
 
 def poison(exchange: Exchange) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch._dynamo  # what a checkpoint imports: seconds, once here and not once a rank
 import torch.distributed as dist
 from layers import Case, Figures, Problem, across, error_of, gradients, on_one_rank, on_ranks
 from ranks import run_ranks
@@ -34,6 +35,8 @@ def cases(size: int) -> dict[str, Case]:
         "one rank in rounds": replace(some, routing="one rank", top_k=2, capacity=0.5),
         "half the room": replace(some, capacity=0.5),
         "little room": replace(some, capacity=0.1),
+        "nothing kept": replace(some, keep=False),
+        "nothing kept in rounds": replace(some, keep=False, capacity=0.5),
         "exact sizes": replace(some, exact=True),
         "exact sizes of nothing": replace(base, tokens=(0,) * size, exact=True),
     }
@@ -110,6 +113,7 @@ def recomputed(exchange: Exchange, case: Case) -> list[Figures]:
 def beside_collectives(exchange: Exchange, case: Case) -> list[Figures]:
     """All-gathers of another thread are in flight all the time."""
     other = dist.new_group(backend="gloo")
+    assert isinstance(other, dist.ProcessGroup)
     over = threading.Event()
 
     def gather() -> None:

@@ -47,7 +47,7 @@ def test_layer_equals_one_rank_on_quantised_rows(wire):
         start, share = sum(TOKENS_P[: comm.rank]), E // size
         own, held = slice(start, start + TOKENS_P[comm.rank]), slice(comm.rank * share, (comm.rank + 1) * share)
         leaves = [part.detach().clone().requires_grad_() for part in (x[own], gate[own], w13[held], w2[held])]
-        out = ExpertsAcross.apply(*leaves, expert[own], exchange_of(comm, wire), 0)
+        out = ExpertsAcross.apply(*leaves, expert[own], True, exchange_of(comm, wire), 0)
         return [out.detach(), *torch.autograd.grad(out, leaves, dout[own])]
 
     found = [torch.cat(parts) for parts in zip(*run_ranks(size, over_shm, work), strict=True)]
