@@ -195,16 +195,14 @@ def kept_activations(config: Config, *, kernels: bool, ranks: int = 1) -> dict[s
 
 def _loss_working(config: Config, s: _Widths) -> int:
     """Held by the loss beside its two gradients, which are kept: its input twice, the head rounded, a chunk of logits."""
-    model = config.model
-    head, V = model.vocab_size * model.hidden_size, model.vocab_size
+    head, V = config.model.vocab_size * config.model.hidden_size, config.model.vocab_size
+    held = 2 * s.T * config.model.hidden_size * s.a + (head * s.a if s.a != s.m else 0)
     if s.kernels:
-        fitting = 1 << (_CHUNK_BYTES // (4 * V)).bit_length() - 1
-        tokens = min(s.T, max(128, min(fitting, _CHUNK_TOKENS)))
-        return 2 * s.T * model.hidden_size * s.a + head * s.a + 4 * tokens * V
+        fits = [128 << n for n in range(8) if (128 << n) * V * 4 <= _CHUNK_BYTES]
+        return held + min(s.T, max(fits, default=128)) * V * 4
     chunk = min(s.T, max(16, _CHUNK_LOGITS // V)) * V
-    rounded = head * s.a if s.a != s.m else 0
     making = chunk * (s.w + s.a) if s.a != s.w else chunk * s.w
-    return 2 * s.T * model.hidden_size * s.a + rounded + max(making, chunk * s.a + head * s.a)
+    return held + max(making, chunk * s.a + head * s.a)
 
 
 def _routed_working(config: Config, s: _Widths) -> int:
