@@ -13,17 +13,18 @@ from nmoe.data.sources import open_train
 from nmoe.train.evaluate import forward
 from nmoe.train.health import is_spike, router_health
 from nmoe.train.loop import train_step
+from nmoe.train.ranks import Ranks
 from nmoe.train.report import StepFigures, format_duration, format_step
 from nmoe.train.setup import Parts, build
 from nmoe.train.throughput import flop_per_token
 
-CPU = torch.device("cpu")
+ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
 
 
 def steps(config, count: int) -> tuple[Parts, list]:
     """The parts after `count` steps, and what each step reported."""
     sets, weights = open_train(config)
-    parts = build(config, CPU)
+    parts = build(config, ALONE)
     results = []
     with Loader(
         sets,
@@ -101,11 +102,11 @@ def test_flop_per_token_are_those_that_a_step_counts(tiny, overrides):
     """Counted product by product; the reference takes all T x T scores of a row, causal attention needs half."""
     config = tiny(*overrides, "train.batch_size=2")
     sets, weights = open_train(config)
-    parts = build(config, CPU)
+    parts = build(config, ALONE)
     with Loader(sets, weights=weights, seq_len=64, vocab_size=257, batch_size=2, micro_batch_size=2, seed=1) as loader:
         (rows,) = next(loader).micro
     with FlopCounterMode(display=False) as counter:
-        output = forward(parts.model, rows, CPU)
+        output = forward(parts.model, rows, ALONE.device)
         (output.loss_sum + output.aux_loss).backward()
     layers, width = 2 + config.model.mtp_depth, 2 * (16 + 8 + 16)
     other_half = 6 * layers * width * 64 / 2

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import nmoe
-from nmoe.config import load_config
+from nmoe.config import Config, load_config
 from nmoe.data.builtin import make_python_docs
 from nmoe.data.prep import PrepSummary, find_inputs, prepare
-from nmoe.errors import ConfigError, EnvironmentFault, NmoeError
+from nmoe.errors import ConfigError, EnvironmentFault, NmoeError, line_of
 from nmoe.formats.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
@@ -54,6 +54,19 @@ def train_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="train a few steps from the start, write DIR/trace.json (for Chrome or Perfetto) and print where the time of a "
         "step goes; keeps no run",
+    )
+    parser.add_argument(
+        "--nproc",
+        metavar="N",
+        type=int,
+        help="processes on this machine, one a GPU (default: as many as GPUs are visible; 1 on a CPU)",
+    )
+    parser.add_argument(
+        "--restarts",
+        metavar="N",
+        type=int,
+        default=3,
+        help="starts after a process was lost, without a new checkpoint in between, before giving up (default: 3)",
     )
     parser.add_argument("--fresh", action="store_true", help="begin a new run even where an unfinished one could go on")
     parser.add_argument("--version", action="version", version=f"nmoe-core {nmoe.__version__}")
@@ -94,16 +107,14 @@ def exit_status(work: Callable[[], int]) -> int:
         status = work()
         sys.stdout.flush()
         return status
-    except NmoeError as error:
-        print("error: " + " ".join(str(error).splitlines()), file=sys.stderr)
-        return 2
     except BrokenPipeError:  # whoever read the output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except OSError as error:
-        if error.filename is None:  # not about a file of the user's: a defect, which keeps its traceback
+    except (NmoeError, OSError) as error:
+        line = line_of(error)
+        if line is None:
             raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"error: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # before a run begins or in nmoe-prep; a run that trains stops with a checkpoint
         return 128 + signal.SIGINT
@@ -127,31 +138,38 @@ def _train(options: argparse.Namespace) -> int:
             "nmoe-train needs PyTorch: install nmoe-core[train] "
             "(in this repository: uv sync --locked --no-default-groups --package nmoe-core --extra train)"
         )
+    for name, least in (("nproc", 1), ("restarts", 0)):
+        if (number := getattr(options, name)) is not None and number < least:
+            raise ConfigError(f"--{name} {number}: expected {least} or more")
     place = Path(options.profile or config.run.root)
     _refuse_unwritable(place, what="--profile" if options.profile else "run.root")
     # Read when PyTorch loads its OpenMP. Threads that spin while they wait starve others where cores are shared: beside a
     # second process on two cores a quickstart step took 1 to 5 s instead of 0.45; alone it is 0.25 s either way.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if options.profile:
+        return _profile(config, Path(options.profile))
+    if (options.nproc or 1) > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.nproc)))
+    from nmoe.train.launch import launch
+
+    end = launch(config, nproc=options.nproc, restarts=options.restarts, fresh=options.fresh)
+    for line in _summary(end.outcome, root=config.run.root) if end.outcome else ():
+        print(line)
+    if end.error:
+        print(f"error: {end.error}", file=sys.stderr)
+    return end.status
+
+
+def _profile(config: Config, folder: Path) -> int:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # its notes are not for whoever reads the table
+    from nmoe.train.profile import format_profile, profile_steps
     from nmoe.train.report import set_up_logging
 
-    if options.profile:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # its notes are not for whoever reads the table
-        from nmoe.train.profile import format_profile, profile_steps
-
-        set_up_logging()
-        found = profile_steps(config, Path(options.profile))
-        print(format_profile(found))
-        print(f"trace: {found.trace}")
-        return 0
-    from nmoe.train.run import train as run
-
-    outcome = run(config, fresh=options.fresh, bar=set_up_logging())
-    for line in _summary(outcome, root=config.run.root):
-        print(line)
-    if outcome.checkpoint_error:
-        print(f"error: {outcome.checkpoint_error}", file=sys.stderr)
-        return 1
-    return 128 + outcome.signal if outcome.signal else 0
+    set_up_logging()
+    found = profile_steps(config, folder)
+    print(format_profile(found))
+    print(f"trace: {found.trace}")
+    return 0
 
 
 def _refuse_unwritable(root: Path, *, what: str) -> None:

@@ -13,6 +13,7 @@ __all__ = [
     "FormatError",
     "NmoeError",
     "PeerFault",
+    "line_of",
 ]
 
 
@@ -52,3 +53,12 @@ class PeerFault(NmoeError):
     def __init__(self, message: str, *, heard: bool = False) -> None:
         super().__init__(message)
         self.heard = heard
+
+
+def line_of(error: BaseException) -> str | None:
+    """What to print of an error that the user can mend, in one line; None for a defect, which keeps its traceback."""
+    if isinstance(error, NmoeError):
+        return " ".join(str(error).splitlines())
+    if isinstance(error, OSError) and error.filename is not None:  # about a file of the user's
+        return f"{error.filename}: {error.strerror}"
+    return None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Piece", "local"]
+__all__ = ["Piece", "as_piece", "local"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,11 +29,6 @@ class Piece:
     shape: tuple[int, ...]
     start: int = 0
 
-    @staticmethod
-    def whole(tensor: Tensor) -> "Piece":
-        """A tensor of which this rank has everything."""
-        return Piece(tensor=tensor, shape=tuple(tensor.shape))
-
     @property
     def is_whole(self) -> bool:
         """Whether there is nothing elsewhere."""
@@ -47,6 +42,11 @@ class Piece:
     def of(self, tensor: Tensor) -> "Piece":
         """The same rows of another tensor of that shape, such as a moment of a parameter."""
         return Piece(tensor=local(tensor), shape=self.shape, start=self.start)
+
+
+def as_piece(tensor: Tensor | Piece) -> Piece:
+    """A tensor as a piece that is the whole of it; a piece as it is."""
+    return tensor if isinstance(tensor, Piece) else Piece(tensor=tensor, shape=tuple(tensor.shape))
 
 
 def local(tensor: Tensor) -> Tensor:

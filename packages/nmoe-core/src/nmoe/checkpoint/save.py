@@ -2,7 +2,8 @@
 """Writing checkpoints while training goes on.
 
 Training pauses only for a copy of the tensors to host memory; a thread writes, hashes and completes the checkpoint. A
-full or broken disk never stops training: the failure is logged and counted, and the older checkpoints stay.
+full or broken disk never stops training: the failure is logged and counted, and the older checkpoints stay. Several ranks
+write one checkpoint: each a file of its own rows, and rank 0 completes it when it knows size and hash of every file.
 """
 
 import logging
@@ -15,14 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from nmoe.checkpoint.store import commit, prune
+from nmoe.checkpoint.store import commit, describe, prune
 from nmoe.errors import CheckpointError
+from nmoe.pieces import Piece, as_piece
 
-__all__ = ["CheckpointWriter", "write_tensors"]
+__all__ = ["CheckpointWriter", "chunk_of", "write_tensors"]
 
 _log = logging.getLogger(__name__)
 
@@ -34,10 +40,12 @@ class CheckpointWriter:
         directory: the run's `checkpoints` folder; made if missing.
         config: the resolved config, as tables.
         keep: complete checkpoints kept.
-        before_commit: called on the thread when the tensors are on disk and the manifest is not: what must survive
+        before_commit: called on rank 0's thread when the tensors are on disk and the manifest is not: what must survive
             together with the checkpoint is flushed here.
         on_failure: called on the thread with the step of a checkpoint that could not be written, and how many could not
             so far.
+        rank: of this process among those that write together.
+        group: process group of these, used by nothing else; None: this process alone.
     """
 
     def __init__(
@@ -48,22 +56,26 @@ class CheckpointWriter:
         keep: int,
         before_commit: Callable[[], None] = lambda: None,
         on_failure: Callable[[int, int], None] = lambda step, failures: None,
+        rank: int = 0,
+        group: dist.ProcessGroup | None = None,
     ):
         directory.mkdir(parents=True, exist_ok=True)
         self._directory, self._config, self._keep = directory, config, keep
         self._before_commit, self._on_failure = before_commit, on_failure
-        self._staged: dict[str, torch.Tensor] = {}
+        self._rank, self._group = rank, group
+        self._staged: dict[str, Piece] = {}
         self._thread: threading.Thread | None = None
         self._defect: Exception | None = None
         self.failures = 0
         self.last_error = ""
 
-    def save(self, step: int, *, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> float:
+    def save(self, step: int, *, tensors: Mapping[str, torch.Tensor | Piece], state: Mapping[str, Any]) -> float:
         """Takes a copy of the tensors and begins to write it.
 
         Args:
             step: optimizer steps done.
-            tensors: by name, on any device.
+            tensors: by name, on any device: this rank's rows, which together with the other ranks' are the whole. What
+                every rank holds as a whole is written by rank 0.
             state: counters and positions, JSON values.
 
         Returns:
@@ -84,14 +96,15 @@ class CheckpointWriter:
         if self._defect is not None:
             raise self._defect
 
-    def _stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _stage(self, tensors: Mapping[str, torch.Tensor | Piece]) -> None:
         """Copies to host memory, page-locked where the source is a GPU; the buffers are kept for the next time."""
         on_gpu = False
-        for name, tensor in tensors.items():
+        for name, piece in ((name, as_piece(tensor)) for name, tensor in tensors.items()):
+            tensor = piece.tensor
             on_gpu |= tensor.is_cuda
             if name not in self._staged:
-                self._staged[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            self._staged[name].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+                self._staged[name] = piece.of(torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda))
+            self._staged[name].tensor.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         if on_gpu:
             torch.cuda.synchronize()
 
@@ -105,20 +118,23 @@ class CheckpointWriter:
         name = f"step-{step:08d}"
         building = self._directory / f".{name}.tmp"
         began = time.perf_counter()
-        try:
-            shutil.rmtree(building, ignore_errors=True)
-            building.mkdir()
-            write_tensors(building, self._staged)
-            self._before_commit()
-            commit(building, self._directory / name, step=step, state=state, config=self._config)
-        except (OSError, CheckpointError) as error:
+        error = self._everywhere(lambda: self._begin(building))
+        if not error:
+            error = self._everywhere(lambda: write_tensors(building, self._staged, group=self._group))
+        if not error:
+            described = self._describe(building)
+            error = self._everywhere(lambda: self._complete(building, name, step, state, described))
+        if error:
             self.failures += 1
             self.last_error = f"{self._directory / name}: checkpoint not written: {error}"
-            _log.error(
-                "%s; training goes on, older checkpoints stay (%d failed so far)", self.last_error, self.failures
-            )
-            shutil.rmtree(building, ignore_errors=True)
-            self._on_failure(step, self.failures)
+            if self._rank == 0:
+                _log.error(
+                    "%s; training goes on, older checkpoints stay (%d failed so far)", self.last_error, self.failures
+                )
+                shutil.rmtree(building, ignore_errors=True)
+                self._on_failure(step, self.failures)
+            return
+        if self._rank:
             return
         _log.info("checkpoint %s complete, written in %.1f s", self._directory / name, time.perf_counter() - began)
         try:
@@ -126,20 +142,100 @@ class CheckpointWriter:
         except OSError as error:
             _log.warning("%s: older checkpoints not deleted (%s)", self._directory, error)
 
+    def _everywhere(self, work: Callable[[], None]) -> str:
+        """Does `work` on all ranks and waits for all; what went wrong on the first of those where something did."""
+        problem = ""
+        try:
+            work()
+        except (OSError, CheckpointError) as error:
+            problem = str(error) or type(error).__name__
+        if self._group is None:
+            return problem
+        problems = [""] * dist.get_world_size(self._group)
+        dist.all_gather_object(problems, problem, group=self._group)
+        return next(filter(None, problems), "")
 
-def write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _begin(self, building: Path) -> None:
+        if self._rank == 0:
+            shutil.rmtree(building, ignore_errors=True)
+            building.mkdir()
+
+    def _describe(self, building: Path) -> dict[str, tuple[int, str]]:
+        """Size and SHA-256 of the files of all ranks, by name; each rank flushes and hashes its own."""
+        mine: dict[str, tuple[int, str]] | str
+        try:
+            mine = describe(sorted(building.glob(f"__{self._rank}_*")))
+        except OSError as error:
+            mine = str(error)
+        if self._group is None:
+            everyone = [mine]
+        else:
+            everyone: list[Any] = [None] * dist.get_world_size(self._group)
+            dist.all_gather_object(everyone, mine, group=self._group)
+        for found in everyone:
+            if isinstance(found, str):
+                raise CheckpointError(found)
+        return {name: entry for found in everyone for name, entry in found.items()}
+
+    def _complete(self, building: Path, name: str, step: int, state: Any, described: Any) -> None:
+        if self._rank == 0:
+            self._before_commit()
+            target = self._directory / name
+            commit(building, target, step=step, state=state, config=self._config, described=described)
+
+
+def write_tensors(
+    directory: Path, tensors: Mapping[str, torch.Tensor | Piece], *, group: dist.ProcessGroup | None = None
+) -> None:
     """Writes tensors to an empty folder in the format of PyTorch's distributed checkpoint.
+
+    Args:
+        directory: the folder, which all ranks share.
+        tensors: by name, on the CPU; pieces are written as parts of the whole.
+        group: ranks that write together; None: this process alone.
 
     Raises:
         CheckpointError: they could not be written.
     """
     writer = FileSystemWriter(directory, single_file_per_rank=True, sync_files=True)
+    pieces = {name: as_piece(tensor) for name, tensor in tensors.items()}
+    alone = group is None
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            save(dict(tensors), storage_writer=writer, no_dist=True)
+            save(pieces, storage_writer=writer, planner=_PiecesWriter(), process_group=group, no_dist=alone)
     except CheckpointException as error:
         causes = "; ".join(str(failure[0]) for failure in error.failures.values())
         raise CheckpointError(causes or str(error)) from None
     except RuntimeError as error:  # PyTorch's file writer reports a failed write(2) so
         raise CheckpointError(f"the disk is full or broken ({str(error).splitlines()[0]})") from None
+
+
+def chunk_of(piece: Piece) -> ChunkStorageMetadata:
+    """Where a piece lies in its tensor."""
+    offsets = torch.Size((piece.start, *(0 for _ in piece.shape[1:])))
+    return ChunkStorageMetadata(offsets=offsets, sizes=piece.tensor.shape)
+
+
+class _PiecesWriter(DefaultSavePlanner):
+    """Writes each piece as a chunk of its tensor, and what all ranks hold once."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([_item(name, piece) for name, piece in self.state_dict.items() if self._writes(piece)])
+        return self.plan
+
+    def _writes(self, piece: Piece) -> bool:
+        return piece.tensor.numel() > 0 and (self.is_coordinator or not piece.is_whole)
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        return self.state_dict[write_item.index.fqn].tensor
+
+
+def _item(name: str, piece: Piece) -> WriteItem:
+    chunk = chunk_of(piece)
+    properties = TensorProperties.create_from_tensor(piece.tensor)
+    data = TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(piece.shape))
+    return WriteItem(index=MetadataIndex(name, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)

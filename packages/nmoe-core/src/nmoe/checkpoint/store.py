@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from nmoe.formats.files import inside, json_text, read_header, sha256_file, sync
 __all__ = [
     "CheckpointInfo",
     "commit",
+    "describe",
     "find_checkpoint",
     "list_checkpoints",
     "list_folders",
@@ -69,24 +70,48 @@ class CheckpointInfo:
         return sum(size for size, _ in self.files.values())
 
 
-def commit(building: Path, target: Path, *, step: int, state: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Completes a checkpoint: flushes every file in `building`, writes the manifest, renames the folder to `target`.
-
-    Raises:
-        OSError: the disk is full or broken; `target` does not exist then.
-    """
-    files = sorted(path for path in building.iterdir() if path.name != MANIFEST)
-    for path in files:
+def describe(paths: Sequence[Path]) -> dict[str, tuple[int, str]]:
+    """Flushes files to the disk; size in bytes and SHA-256 by file name."""
+    for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
     with ThreadPoolExecutor() as pool:
-        hashes = list(pool.map(sha256_file, files))
-    entries = {
-        path.name: {"bytes": path.stat().st_size, "sha256": digest} for path, digest in zip(files, hashes, strict=True)
-    }
+        hashes = list(pool.map(sha256_file, paths))
+    return {path.name: (path.stat().st_size, digest) for path, digest in zip(paths, hashes, strict=True)}
+
+
+def commit(
+    building: Path,
+    target: Path,
+    *,
+    step: int,
+    state: Mapping[str, Any],
+    config: Mapping[str, Any],
+    described: Mapping[str, tuple[int, str]] | None = None,
+) -> None:
+    """Completes a checkpoint: flushes every file in `building`, writes the manifest, renames the folder to `target`.
+
+    Args:
+        building: folder with the files.
+        target: name of the complete checkpoint.
+        step: optimizer steps done.
+        state: counters and positions.
+        config: the resolved config.
+        described: of files that were flushed and hashed by who wrote them.
+
+    Raises:
+        OSError: the disk is full or broken; `target` does not exist then.
+        CheckpointError: a described file is not here: another rank wrote it to another disk.
+    """
+    described = described or {}
+    files = sorted(path for path in building.iterdir() if path.name != MANIFEST)
+    for name in sorted(described.keys() - {path.name for path in files}):
+        raise CheckpointError(f"{building / name}: not found; run.root must be a folder that all ranks share")
+    found = dict(described) | describe([path for path in files if path.name not in described])
+    entries = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sorted(found.items())}
     newest = max(path.stat().st_mtime for path in files)
     header = {"format": FORMAT, "version": VERSION, _SEAL: _UNSEALED, "step": step, "written_at": newest}
     header |= {"state": dict(state), "files": entries, "config": dict(config)}
@@ -163,10 +188,16 @@ def find_checkpoint(path: Path) -> CheckpointInfo:
     return read_checkpoint(found[-1])
 
 
-def verify(info: CheckpointInfo) -> Iterator[str]:
-    """Re-reads every byte of a checkpoint and yields one line for each file that is not what the manifest says."""
+def verify(info: CheckpointInfo, *, part: int = 0, parts: int = 1) -> Iterator[str]:
+    """Re-reads every byte of a checkpoint and yields one line for each file that is not what the manifest says.
+
+    Args:
+        info: the checkpoint.
+        part: which of equal parts of the files, from 0, where several readers share the work.
+        parts: how many there are.
+    """
     intact = []
-    for name, (size, digest) in info.files.items():
+    for name, (size, digest) in sorted(info.files.items())[part::parts]:
         try:
             path = inside(info.path, name)
         except DataError as error:

@@ -30,6 +30,7 @@ FREE_KEYS = frozenset(
         "rdep.capacity",
         "rdep.sizes",
         "rdep.timeout_s",
+        "parallel.gather",
         "checkpoint.every",
         "checkpoint.keep",
         "metrics.publish_s",

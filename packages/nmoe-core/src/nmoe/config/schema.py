@@ -322,13 +322,16 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parallel:
-    """How several ranks share the work."""
+    """How several ranks share the work; results differ by rounding only, so all of it may change on resume."""
 
     ep: Natural = 0
     """Consecutive ranks that share the experts of a layer; divides the number of ranks and `moe.num_experts`; the others
     hold copies. 0: as many ranks of a node as divide the experts."""
     comm: Literal["auto", "local", "shm", "ipc", "nvshmem"] = "auto"
     """How these ranks reach each other's memory. auto: by their number, devices and machines (docs/rdep.md)."""
+    gather: Literal["layer", "step"] = "layer"
+    """When the rows of other ranks are gathered and gradients summed: in each layer of each micro batch (least memory), or
+    once a step (least traffic; whole parameters and gradients on every rank)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

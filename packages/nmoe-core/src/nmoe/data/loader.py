@@ -6,6 +6,7 @@ that training has not taken. Batches that the thread has read ahead are not part
 again. A rank takes its slice of each step's samples, whatever the number of ranks.
 """
 
+import itertools
 import queue
 import threading
 from collections.abc import Iterator, Sequence
@@ -47,8 +48,8 @@ class Loader:
         weights: share of each source.
         seq_len: T.
         vocab_size: ids that the model knows; a larger one is refused.
-        batch_size: rows a step over all ranks; `num_ranks * micro_batch_size` divides it.
-        micro_batch_size: rows of one micro batch of one rank.
+        batch_size: rows a step over all ranks.
+        micro_batch_size: most rows of one micro batch of one rank.
         seed: of the order.
         rank: of this process.
         num_ranks: processes that share a step.
@@ -71,11 +72,6 @@ class Loader:
         next_sample: int = 0,
         ahead: int = 4,
     ):
-        if batch_size % (num_ranks * micro_batch_size):
-            raise DataError(
-                f"train.batch_size = {batch_size} is not a multiple of {num_ranks} ranks x "
-                f"train.micro_batch_size = {micro_batch_size}"
-            )
         if next_sample % batch_size:
             raise CheckpointError(
                 f"data position {next_sample} is not at the start of a step of {batch_size} rows; "
@@ -141,16 +137,7 @@ class Loader:
         numbers = np.arange((step - 1) * self._batch_size, step * self._batch_size, dtype=np.int64)
         source, _, index = self._order.sample(numbers)
         places = [(int(s), *self._rows[s].span(int(i))) for s, i in zip(source, index, strict=True)]
-        per_rank = self._batch_size // self._num_ranks
-        mine = places[self._rank * per_rank : (self._rank + 1) * per_rank]
-        micro = []
-        for first in range(0, per_rank, self._micro_batch_size):
-            chosen = mine[first : first + self._micro_batch_size]
-            rows = [
-                check_row(self._sets[s].shards[shard], start, end, vocab_size=self._vocab_size)
-                for s, shard, start, end in chosen
-            ]
-            micro.append(pack_rows(rows, seq_len=self._seq_len, eos_id=self._sets[0].eos_id))
+        micro = [self._pack([places[number] for number in part]) for part in self._parts()]
         return Batch(
             step=step,
             micro=micro,
@@ -158,9 +145,37 @@ class Loader:
             spans=[(str(self._sets[s].shards[shard].path), start, end) for s, shard, start, end in places],
         )
 
+    def _parts(self) -> list[range]:
+        """Rows of the step in each micro batch of this rank. Ranks differ by a row at most, and not in micro batches."""
+        edges = [self._batch_size * rank // self._num_ranks for rank in range(self._num_ranks + 1)]
+        first, end = edges[self._rank], edges[self._rank + 1]
+        most = max(after - before for before, after in itertools.pairwise(edges))
+        count = -(-most // self._micro_batch_size)
+        cuts = [first + (end - first) * part // count for part in range(count + 1)]
+        return [range(before, after) for before, after in itertools.pairwise(cuts)]
+
+    def _pack(self, places: list[tuple[int, int, int, int]]) -> PackedRows:
+        rows = [
+            check_row(self._sets[s].shards[shard], start, end, vocab_size=self._vocab_size)
+            for s, shard, start, end in places
+        ]
+        eos_id = self._sets[0].eos_id
+        if rows:
+            return pack_rows(rows, seq_len=self._seq_len, eos_id=eos_id)
+        filler = pack_rows([np.full(2, eos_id)], seq_len=self._seq_len, eos_id=eos_id)
+        filler.targets_BT[:] = IGNORED
+        return filler
+
 
 def held_out_batches(
-    shards: ShardSet, *, seq_len: int, vocab_size: int, micro_batch_size: int, num_batches: int
+    shards: ShardSet,
+    *,
+    seq_len: int,
+    vocab_size: int,
+    micro_batch_size: int,
+    num_batches: int,
+    rank: int = 0,
+    num_ranks: int = 1,
 ) -> Iterator[PackedRows]:
     """Rows of a held-out set, the same at every call.
 
@@ -170,6 +185,8 @@ def held_out_batches(
         vocab_size: ids that the model knows.
         micro_batch_size: rows of a batch; the last one is filled up with rows without targets.
         num_batches: batches, their rows spread evenly over the set; 0: the whole set.
+        rank: which of the batches: every `num_ranks`-th one, from this on.
+        num_ranks: ranks that share the work; all get equally many batches, the last may have no targets.
     """
     rows = Rows(shards, seq_len=seq_len)
     wanted = min(rows.num_rows, num_batches * micro_batch_size) if num_batches else rows.num_rows
@@ -177,7 +194,8 @@ def held_out_batches(
         raise DataError(f"{shards.directory}: holds no row of tokens; expected at least 2 tokens in a shard")
     chosen = np.arange(wanted) * rows.num_rows // wanted
     empty = np.full(2, shards.eos_id, dtype=np.int64)
-    for first in range(0, wanted, micro_batch_size):
+    rounds = -(-wanted // (micro_batch_size * num_ranks))
+    for first in range(rank * micro_batch_size, rounds * num_ranks * micro_batch_size, num_ranks * micro_batch_size):
         numbers = chosen[first : first + micro_batch_size]
         spans = [rows.span(int(number)) for number in numbers]
         cut = [check_row(shards.shards[shard], start, end, vocab_size=vocab_size) for shard, start, end in spans]

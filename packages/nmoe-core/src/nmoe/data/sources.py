@@ -21,8 +21,12 @@ _HASHED_BYTES = 2 << 30
 _log = logging.getLogger(__name__)
 
 
-def open_train(config: Config) -> tuple[list[ShardSet], list[int]]:
+def open_train(config: Config, *, hashed: bool = True) -> tuple[list[ShardSet], list[int]]:
     """Opens the training sources.
+
+    Args:
+        config: names them.
+        hashed: whether their checksums are read, up to a size; not where another rank does.
 
     Returns:
         The sets, and the weight of each.
@@ -36,11 +40,11 @@ def open_train(config: Config) -> tuple[list[ShardSet], list[int]]:
     else:
         sets = [open_shards(source.path) for source in config.data.train]
         weights = [source.weight for source in config.data.train]
-    _check(config, sets, like=sets[0])
+    _check(config, sets, like=sets[0], hashed=hashed)
     return sets, weights
 
 
-def open_val(config: Config, *, like: ShardSet) -> ShardSet | None:
+def open_val(config: Config, *, like: ShardSet, hashed: bool = True) -> ShardSet | None:
     """Opens the held-out set, which must be made by the tokenizer of the set `like`. Raises like `open_train`.
 
     Returns:
@@ -49,11 +53,11 @@ def open_val(config: Config, *, like: ShardSet) -> ShardSet | None:
     if not config.data.builtin and not config.data.val:
         return None
     val = open_shards(make_python_docs() / "val" if config.data.builtin else config.data.val)
-    _check(config, [val], like=like)
+    _check(config, [val], like=like, hashed=hashed)
     return val
 
 
-def _check(config: Config, sets: Sequence[ShardSet], *, like: ShardSet) -> None:
+def _check(config: Config, sets: Sequence[ShardSet], *, like: ShardSet, hashed: bool) -> None:
     for shards in sets:
         if shards.vocab_size > config.model.vocab_size:
             raise DataError(
@@ -66,7 +70,8 @@ def _check(config: Config, sets: Sequence[ShardSet], *, like: ShardSet) -> None:
                 f"but {like.directory} by {like.tokenizer_name} ({like.tokenizer_sha256[:12]}); "
                 "make both with one tokenizer"
             )
-        _verify_checksums(shards)
+        if hashed:
+            _verify_checksums(shards)
 
 
 def _verify_checksums(shards: ShardSet) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Continuations of a prompt, for looking at a model; not for serving."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ def stream(
     top_p: float = 1.0,
     seed: int = 0,
     eos_id: int | None = None,
+    agree: Callable[[int], int] = lambda token: token,
 ) -> Iterator[int]:
     """Continue a prompt, giving each new token as it is drawn.
 
@@ -51,6 +52,7 @@ def stream(
         top_p: See `choose`.
         seed: Of the draws.
         eos_id: Stop after this token; None never stops early.
+        agree: Makes of the token drawn here the one that all ranks go on with, where several compute one model.
     """
     generator = torch.Generator().manual_seed(seed)
     caches = [Cache() for _ in model.layers]
@@ -58,7 +60,7 @@ def stream(
     for _ in range(max_tokens):
         logits = model.extend(torch.tensor([fed], device=model.embed.device), caches, past=past)
         past += len(fed)
-        fed = [choose(logits[0], temperature=temperature, top_p=top_p, generator=generator)]
+        fed = [agree(choose(logits[0], temperature=temperature, top_p=top_p, generator=generator))]
         yield fed[0]
         if fed[0] == eos_id:
             break
@@ -73,8 +75,17 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     eos_id: int | None = None,
+    agree: Callable[[int], int] = lambda token: token,
 ) -> list[int]:
     """The new tokens of `stream` as a list, without the prompt."""
-    return list(
-        stream(model, ids, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, eos_id=eos_id)
+    new = stream(
+        model,
+        ids,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        eos_id=eos_id,
+        agree=agree,
     )
+    return list(new)

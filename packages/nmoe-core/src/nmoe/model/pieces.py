@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from nmoe.model.transformer import Transformer
-from nmoe.pieces import Piece, local
+from nmoe.pieces import Piece, as_piece, local
 from nmoe.rdep.experts import Experts
 
 __all__ = ["model_pieces"]
@@ -14,7 +14,7 @@ __all__ = ["model_pieces"]
 def model_pieces(model: Transformer) -> dict[str, Piece]:
     """Every parameter and buffer by name, as it is, not copied."""
     owned = {f"{name}.": module.owned for name, module in model.named_modules() if isinstance(module, Experts)}
-    pieces = {name: Piece.whole(buffer) for name, buffer in model.named_buffers()}
+    pieces = {name: as_piece(buffer) for name, buffer in model.named_buffers()}
     for name, parameter in model.named_parameters():
         mine = next((experts for prefix, experts in owned.items() if name.startswith(prefix)), None)
         rows = model.config.moe.num_experts if mine is not None else parameter.shape[0]

@@ -14,6 +14,7 @@ from torch.optim.adamw import adamw
 
 from nmoe.config import Optim
 from nmoe.optim.groups import Pace, pace_of
+from nmoe.pieces import local
 
 __all__ = ["AdamW", "mixed_seed", "round_stochastically"]
 
@@ -25,7 +26,7 @@ class AdamW:
     """AdamW over named parameters, each at the pace of its group (`nmoe.optim.groups`).
 
     Args:
-        parameters: (name, parameter) pairs, fp32 or fp64.
+        parameters: (name, parameter) pairs, fp32 or fp64; of a sharded one, this rank's rows.
         config: rates, decay and the moments' dtype.
         seed: seed of the stochastic rounding.
 
@@ -40,7 +41,7 @@ class AdamW:
         self._moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for name, parameter in self._parameters.items():
             dtype = torch.bfloat16 if narrow else parameter.dtype
-            zeros = [torch.zeros_like(parameter, dtype=dtype, requires_grad=False) for _ in range(2)]
+            zeros = [torch.zeros_like(local(parameter), dtype=dtype, requires_grad=False) for _ in range(2)]
             self._moments[name] = (zeros[0], zeros[1])
         self._update = self._update_narrow if narrow else self._update_fused
 
@@ -56,14 +57,14 @@ class AdamW:
 
     @torch.no_grad()
     def _update_fused(self, names: list[str], learning_rate: float, weight_decay: float) -> None:
-        parameters = [self._parameters[name] for name in names]
-        gradients = [parameter.grad for parameter in parameters]
+        parameters = [local(self._parameters[name]) for name in names]
+        gradients = [local(gradient) for name in names if (gradient := self._parameters[name].grad) is not None]
         device = parameters[0].device
         # The fused kernel adds one itself.
         steps = [torch.tensor(float(self.num_updates - 1), device=device) for _ in names]
         adamw(
-            parameters,  # type: ignore[arg-type]
-            gradients,  # type: ignore[arg-type]
+            parameters,
+            gradients,
             [self._moments[name][0] for name in names],
             [self._moments[name][1] for name in names],
             [],
@@ -84,12 +85,12 @@ class AdamW:
         correction1, correction2 = 1.0 - beta1**self.num_updates, 1.0 - beta2**self.num_updates
         order = {name: number for number, name in enumerate(self._parameters)}
         for name in names:
-            parameter, moments = self._parameters[name], self._moments[name]
-            gradient = parameter.grad
+            parameter, moments = local(self._parameters[name]), self._moments[name]
+            gradient = self._parameters[name].grad
             assert gradient is not None
             generator = torch.Generator(device=parameter.device)
             generator.manual_seed(mixed_seed(self._seed, self.num_updates, order[name]))
-            parts = zip(*(t.view(-1).split(_CHUNK) for t in (parameter, gradient, *moments)), strict=True)
+            parts = zip(*(t.view(-1).split(_CHUNK) for t in (parameter, local(gradient), *moments)), strict=True)
             for value, grad, first_bf16, second_bf16 in parts:
                 first = first_bf16.to(value.dtype).lerp_(grad, 1.0 - beta1)
                 second = second_bf16.to(value.dtype).mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)

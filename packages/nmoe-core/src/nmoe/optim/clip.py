@@ -10,7 +10,7 @@ __all__ = ["clip_gradients", "gradient_norm"]
 
 
 def gradient_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """L2 norm over all gradients together, a scalar in their precision on their device.
+    """L2 norm over all gradients together, a scalar in their precision on their device: those of one rank.
 
     The order of the sum is that of `gradients`, so the same gradients give the same bits.
     """

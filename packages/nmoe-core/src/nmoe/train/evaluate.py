@@ -13,6 +13,7 @@ from nmoe.data.packing import PackedRows
 from nmoe.formats.shards import ShardSet
 from nmoe.formats.tokenizers import Tokenizer
 from nmoe.model.transformer import Transformer
+from nmoe.train.ranks import Ranks
 
 __all__ = ["HeldOut", "byte_entropy", "forward", "held_out_loss"]
 
@@ -47,7 +48,7 @@ def forward(model: Transformer, rows: PackedRows, device: torch.device):
 
 @torch.no_grad()
 def held_out_loss(
-    model: Transformer, val: ShardSet, *, config: Config, device: torch.device, tick: Callable[[], None]
+    model: Transformer, val: ShardSet, *, config: Config, ranks: Ranks, tick: Callable[[], None]
 ) -> HeldOut:
     """Mean cross entropy over the held-out set, or over `train.eval_batches` micro batches of it.
 
@@ -55,7 +56,7 @@ def held_out_loss(
         model: the model.
         val: the set.
         config: lengths and sizes.
-        device: where to compute.
+        ranks: each takes its share of the batches; the sum is in their order, whatever the number of ranks.
         tick: called after each batch, to show that something moves.
     """
     batches = held_out_batches(
@@ -64,15 +65,19 @@ def held_out_loss(
         vocab_size=config.model.vocab_size,
         micro_batch_size=config.train.micro_batch_size,
         num_batches=config.train.eval_batches,
+        rank=ranks.rank,
+        num_ranks=ranks.size,
     )
-    loss_sum, num_targets = 0.0, 0
+    sums: list[float] = []
     was_training = model.training
     model.eval()
     for rows in batches:
-        loss_sum += float(forward(model, rows, device).loss_sum)
-        num_targets += int((rows.targets_BT >= 0).sum())
+        sums += [float(forward(model, rows, ranks.device).loss_sum), float((rows.targets_BT >= 0).sum())]
         tick()
     model.train(was_training)
+    of_rank = ranks.rows(torch.tensor(sums, dtype=torch.float64, device=ranks.device)).view(ranks.size, -1, 2)
+    in_order = of_rank.transpose(0, 1).flatten(0, 1).tolist()
+    loss_sum, num_targets = sum(loss for loss, _ in in_order), sum(count for _, count in in_order)
     loss = loss_sum / num_targets
     return HeldOut(loss=loss, loss_per_byte=loss * val.num_tokens / val.text_bytes)
 

@@ -16,9 +16,9 @@ import fcntl
 import re
 import tomllib
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nmoe.checkpoint.store import CheckpointInfo, list_checkpoints, read_checkpoint, remove_leftovers
 from nmoe.config import Config, changed_keys
@@ -31,26 +31,40 @@ __all__ = ["RunFolder", "open_folder"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFolder:
-    """A run's folder, locked by this process.
+    """A run's folder, locked by this process or, on other ranks, by rank 0's.
 
     Attributes:
         path: the folder.
-        record: its `run.json`, status "running".
         checkpoint: what to go on from; None: from the beginning.
         resumed: whether the run was begun by an earlier process.
-        lock: held until `lock.release()` or the end of the process.
+        record: its `run.json`, status "running"; None on other ranks.
+        lock: held until `release()` or the end of the process; None on other ranks.
     """
 
     path: Path
-    record: RunRecord
     checkpoint: CheckpointInfo | None
     resumed: bool
-    lock: RunLock
+    record: RunRecord | None = None
+    lock: RunLock | None = None
 
     @property
     def first_step(self) -> int:
         """Number of the first step to train, from 1."""
         return self.checkpoint.step + 1 if self.checkpoint else 1
+
+    def seen_by_others(self) -> "RunFolder":
+        """The same folder for the other ranks."""
+        return replace(self, record=None, lock=None)
+
+    def finish(self, status: Literal["finished", "stopped", "failed"], *, step: int, error: str | None = None) -> None:
+        """Writes into the record how the run ended."""
+        if self.record:
+            self.record.finish(status, step=step, error=error)
+
+    def release(self) -> None:
+        """Lets the next process in."""
+        if self.lock:
+            self.lock.release()
 
 
 def open_folder(config: Config, *, fresh: bool) -> RunFolder:

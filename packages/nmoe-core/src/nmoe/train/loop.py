@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """One optimizer step, on one screen.
 
-The loss is the mean over all valid tokens of the global batch, whatever the micro batches are; the selection biases move
-once, by the load of the whole batch; a step whose loss or gradient is not finite changes nothing.
+The loss is the mean over all valid tokens of the global batch, whatever the micro batches and the ranks are; the
+selection biases move once, by the load of the whole batch; a step whose loss or gradient is not finite changes nothing,
+on all ranks alike.
 """
 
 import math
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,8 +19,11 @@ from nmoe.data.loader import Batch
 from nmoe.model.mtp import mtp_weight
 from nmoe.optim.clip import clip_gradients, gradient_norm
 from nmoe.optim.schedule import learning_rate
+from nmoe.pieces import local
 from nmoe.train.evaluate import forward
+from nmoe.train.ranks import Ranks
 from nmoe.train.setup import Parts
+from nmoe.train.shard import hold
 
 __all__ = ["StepResult", "Stopwatch", "train_step"]
 
@@ -36,8 +41,10 @@ class StepResult:
         grad_norm: global, before clipping.
         learning_rate: of this step.
         skipped: why nothing was changed; empty if all went well.
-        load_LE: int64, assignments by MoE layer and expert.
-        seconds: by part of the step: forward, backward, optimizer.
+        load_LE: int64, assignments by MoE layer and expert, over all ranks.
+        received_LR: int64, assignments by MoE layer and the rank whose experts received them.
+        notes_RN: what each rank had to say, see `train_step`.
+        seconds: by part of the step on this rank: forward, backward, optimizer.
     """
 
     loss: float
@@ -49,31 +56,50 @@ class StepResult:
     learning_rate: float
     skipped: str
     load_LE: np.ndarray
+    received_LR: np.ndarray
+    notes_RN: np.ndarray
     seconds: dict[str, float]
 
 
-def train_step(parts: Parts, batch: Batch, *, config: Config) -> StepResult:
-    """Forward and backward over the micro batches, then one update of every parameter and selection bias."""
-    model, optimizer, device = parts.model, parts.optimizer, parts.device
+def train_step(
+    parts: Parts, batch: Batch, *, config: Config, notes: Callable[[], Sequence[float]] = lambda: ()
+) -> StepResult:
+    """Forward and backward over the micro batches, then one update of every parameter and selection bias.
+
+    Args:
+        parts: model and optimizer, or this rank's part of them.
+        batch: this rank's micro batches, as many as the other ranks have.
+        config: the run's.
+        notes: called behind backward: numbers for all ranks, which travel with the step's figures; as many on each.
+    """
+    model, optimizer, device, ranks = parts.model, parts.optimizer, parts.device, parts.ranks
     watch = Stopwatch(device)
     sums: list[torch.Tensor] = []
     routers = model.routers()
     model.mtp_weight = mtp_weight(config, step=batch.step)
     load_LE = torch.zeros(len(routers), config.moe.num_experts, dtype=torch.int64, device=device)
-    for rows in batch.micro:
+    for number, rows in enumerate(batch.micro, start=1):
+        if config.parallel.gather == "step":
+            hold(model, last=number == len(batch.micro))
         output = forward(model, rows, device)
         watch.lap("forward")
-        ((output.loss_sum + output.aux_loss) / batch.num_targets).backward()
+        counts = 1 if (rows.targets_BT >= 0).any() else 0  # a filler, where other ranks have a row more
+        ((output.loss_sum + counts * output.aux_loss) / batch.num_targets).backward()
         watch.lap("backward")
-        losses = (output.loss_sum.detach(), output.balance_loss, output.router_z_loss, output.z_loss, output.mtp_loss)
-        sums.append(torch.stack(losses))
+        aux = (output.balance_loss * counts, output.router_z_loss * counts)
+        sums.append(torch.stack([output.loss_sum.detach(), *aux, output.z_loss, output.mtp_loss]))
         for layer, stats in enumerate(output.router_stats):
-            load_LE[layer] += stats.load_E
+            load_LE[layer] += counts * stats.load_E
 
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    totals = torch.stack(sums).sum(dim=0) / batch.num_targets
-    figures = torch.cat([totals.double(), gradient_norm(gradients).double().view(1)])
-    loss, balance_loss, router_z_loss, z_loss, mtp_loss, norm = figures.tolist()  # the step's one wait for the device
+    gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    received_LR = _add_loads(load_LE, ranks)
+    totals = torch.stack(sums).double().sum(dim=0) / batch.num_targets
+    square = gradient_norm(gradients).double().square().view(1)
+    own = torch.tensor(notes(), dtype=torch.float64, device=device)
+    rows_R = ranks.rows(torch.cat([totals, square, own])).cpu().numpy()  # the step's one wait for the device
+    figures = [float(total) for total in rows_R[:, :6].sum(axis=0)]
+    loss, balance_loss, router_z_loss, z_loss, mtp_loss, square_sum = figures
+    norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan
 
     rate = learning_rate(config, step=batch.step)
     skipped = "" if math.isfinite(loss) and math.isfinite(norm) else f"loss {loss}, gradient norm {norm}"
@@ -95,8 +121,20 @@ def train_step(parts: Parts, batch: Batch, *, config: Config) -> StepResult:
         learning_rate=rate,
         skipped=skipped,
         load_LE=load_LE.cpu().numpy(),
+        received_LR=received_LR.cpu().numpy(),
+        notes_RN=rows_R[:, 6:],
         seconds=watch.seconds(),
     )
+
+
+def _add_loads(load_LE: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """Makes this rank's loads those of all ranks, and returns the assignments that each rank's experts received."""
+    ranks.add(load_LE, over="expert")
+    layers, experts = load_LE.shape
+    by_place = load_LE.view(layers, ranks.expert_size, experts // ranks.expert_size).sum(dim=2)
+    mine = by_place[:, ranks.rank % ranks.expert_size]
+    ranks.add(load_LE, over="data")
+    return ranks.rows(mine).T
 
 
 class Stopwatch:

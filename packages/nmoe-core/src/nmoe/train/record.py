@@ -5,6 +5,7 @@ import logging
 import math
 import time
 
+import numpy as np
 import torch
 
 from nmoe.config import Config
@@ -13,9 +14,10 @@ from nmoe.formats.metrics import MetricWriter
 from nmoe.train.evaluate import HeldOut
 from nmoe.train.health import RouterHealth, router_health
 from nmoe.train.loop import StepResult
+from nmoe.train.notes import AllNotes
 from nmoe.train.report import ProgressBar, StepFigures, format_step
 from nmoe.train.setup import Parts, Progress
-from nmoe.train.throughput import Peak, flop_per_token, gpu_peak_bytes, host_rss_bytes
+from nmoe.train.throughput import Peak, flop_per_token
 
 __all__ = ["Recorder"]
 
@@ -49,14 +51,14 @@ class Recorder:
         self._flop_per_token = flop_per_token(config)
         self._began, self._first_step = time.monotonic(), progress.step
 
-    def step(self, result: StepResult, batch: Batch, *, step_time: float, data_wait: float) -> None:
+    def step(self, result: StepResult, batch: Batch, notes: AllNotes, *, step_time: float) -> None:
         """Records a step that has just been counted in `progress`: what it read always, its figures when they are due.
 
         Args:
             result: what it did.
             batch: what it read.
+            notes: of all ranks.
             step_time: seconds, the wait for data among them.
-            data_wait: seconds that it waited for data.
         """
         step, config, layers = batch.step, self._config, list(self._parts.model.routers())
         last = step == config.train.steps
@@ -65,16 +67,17 @@ class Recorder:
         if health and (step % config.metrics.router_every == 0 or step == 1 or last):
             self._metrics.log_array(step, "router/load", health.share_LE, axes=("layer", "expert"), layers=layers)
         if step % config.train.log_every == 0 or last or result.skipped:
-            self._figures(result, batch, health, step_time=step_time, data_wait=data_wait)
+            self._figures(result, batch, notes, health, step_time=step_time)
         self._bar.show(step, config.train.steps, eta_s=self._eta())
 
     def _figures(
-        self, result: StepResult, batch: Batch, health: RouterHealth | None, *, step_time: float, data_wait: float
+        self, result: StepResult, batch: Batch, notes: AllNotes, health: RouterHealth | None, *, step_time: float
     ) -> None:
         step, config = batch.step, self._config
         tokens_per_second = batch.num_targets / step_time
-        mfu = tokens_per_second * self._flop_per_token / self._peak.flops
-        memory = gpu_peak_bytes(self._parts.device)
+        mfu = tokens_per_second * self._flop_per_token / (self._peak.flops * self._parts.ranks.size)
+        memory, rss = notes.gpu_peak_R.max(), notes.host_rss_R.max()
+        overload = 1.0
         values = {
             "train/loss": result.loss,
             "train/grad_norm": result.grad_norm,
@@ -85,8 +88,8 @@ class Recorder:
             "speed/tokens_per_second": tokens_per_second,
             "speed/step_time": step_time,
             "speed/mfu": mfu,
-            "speed/data_wait": data_wait,
-            "memory/host_rss": host_rss_bytes(),
+            "speed/data_wait": notes.data_wait_R.max(),
+            "memory/host_rss": rss,
         }
         values |= {f"speed/{part}_time": seconds for part, seconds in result.seconds.items()}
         if memory:
@@ -100,9 +103,11 @@ class Recorder:
         if config.moe.z_loss and health:
             values["train/router_z_loss"] = result.router_z_loss
         if health:
-            values["router/overload"] = 1.0  # one rank holds all experts
+            overload = values["router/overload"] = self._received(step, result.received_LR)
             self._router(step, health)
         self._metrics.log(step, values)
+        if step > self._first_step + 1 and self._parts.ranks.size > 1:
+            self._metrics.log_array(step - 1, "speed/rank_step_time", notes.last_step_time_R, axes=("rank",))
         _log.info(
             "%s",
             format_step(
@@ -115,13 +120,21 @@ class Recorder:
                     tokens_per_second=tokens_per_second,
                     step_time=step_time,
                     mfu=mfu,
-                    overload=1.0,
+                    overload=overload,
                     max_over_mean=float(health.max_over_mean.max()) if health else math.nan,
-                    memory_bytes=memory or host_rss_bytes(),
+                    memory_bytes=int(memory or rss),
                     eta_s=self._eta(),
                 )
             ),
         )
+
+    def _received(self, step: int, received_LR: np.ndarray) -> float:
+        """Records what each rank received; the fullest rank's share over the mean, largest over layers."""
+        if self._parts.ranks.size > 1:
+            layers = list(self._parts.model.routers())
+            self._metrics.log_array(step, "router/received", received_LR, axes=("layer", "rank"), layers=layers)
+        mean_L = received_LR.mean(axis=1)
+        return float((received_LR.max(axis=1) / np.maximum(mean_L, 1e-9)).max(initial=0.0))
 
     def _router(self, step: int, health: RouterHealth) -> None:
         routers = self._parts.model.routers()

@@ -4,18 +4,18 @@
 import contextlib
 import logging
 import math
+import os
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-
-import torch
 
 from nmoe.checkpoint.save import CheckpointWriter
 from nmoe.checkpoint.store import list_checkpoints
 from nmoe.config import Config
 from nmoe.data.loader import Loader
 from nmoe.data.sources import open_train, open_val
-from nmoe.errors import NmoeError
+from nmoe.errors import NmoeError, line_of
 from nmoe.formats.metrics import MetricWriter
 from nmoe.formats.shards import ShardSet
 from nmoe.formats.tokenizers import ByteTokenizer
@@ -25,6 +25,8 @@ from nmoe.train.evaluate import HeldOut, byte_entropy, held_out_loss
 from nmoe.train.folder import RunFolder, open_folder
 from nmoe.train.health import WINDOW, is_spike
 from nmoe.train.loop import StepResult, train_step
+from nmoe.train.notes import AllNotes, Note
+from nmoe.train.ranks import Ranks, join_ranks, world_of
 from nmoe.train.record import Recorder
 from nmoe.train.report import ProgressBar, log_to_file
 from nmoe.train.sampler import Sampler, gpu_reader
@@ -88,100 +90,136 @@ class Outcome:
 
 
 def train(config: Config, *, fresh: bool, bar: ProgressBar) -> Outcome:
-    """Trains a config to its end, or until a signal.
+    """Trains a config to its end, or until a signal; on every rank that a launcher's environment names.
 
     Raises:
-        NmoeError: the data, the run's folder or the machine does not allow it.
+        NmoeError: the data, the run's folder or the machine does not allow it; on all ranks, where all can know.
     """
     with StopSignal() as stop:
-        sets, weights = open_train(config)
-        val = open_val(config, like=sets[0])
         device = choose_device(config)
-        folder = open_folder(config, fresh=fresh)
-        log_file = log_to_file(folder.path / "log.txt")
+        ranks = join_ranks(config, device)
+        sets, weights, val = _open_data(config, ranks)
+        opened: list[RunFolder] = []
+
+        def open_here() -> RunFolder:
+            opened.append(open_folder(config, fresh=fresh))
+            return opened[0].seen_by_others()
+
+        seen = ranks.agree(open_here)
+        folder = opened[0] if opened else seen
+        log_file = log_to_file(folder.path / "log.txt") if ranks.rank == 0 else None
         try:
-            return _Run(config, folder, device, sets, weights, val, bar, stop).train()
+            return _Run(config, folder, ranks, sets, weights, val, bar, stop).train()
         finally:
             bar.clear()
-            logging.getLogger("nmoe").removeHandler(log_file)
-            log_file.close()
-            folder.lock.release()
+            if log_file:
+                logging.getLogger("nmoe").removeHandler(log_file)
+                log_file.close()
+            folder.release()
+
+
+def _open_data(config: Config, ranks: Ranks) -> tuple[list[ShardSet], list[int], ShardSet | None]:
+    """Training sets, their weights, and the held-out set. Rank 0 reads checksums, and makes what is to be made."""
+
+    def open_all(*, hashed: bool) -> tuple[list[ShardSet], list[int], ShardSet | None]:
+        sets, weights = open_train(config, hashed=hashed)
+        return sets, weights, open_val(config, like=sets[0], hashed=hashed)
+
+    found = []
+    ranks.agree(lambda: found.append(open_all(hashed=True)))
+    return ranks.together(lambda: found[0] if found else open_all(hashed=False))
 
 
 class _Run:
-    """The state of one call of `train`."""
+    """The state of one call of `train` on one rank."""
 
     def __init__(
         self,
         config: Config,
         folder: RunFolder,
-        device: torch.device,
+        ranks: Ranks,
         sets: list[ShardSet],
         weights: list[int],
         val: ShardSet | None,
         bar: ProgressBar,
         stop: StopSignal,
     ):
-        self.config, self.folder, self.device = config, folder, device
+        self.config, self.folder, self.ranks = config, folder, ranks
         self.sets, self.weights, self.val = sets, weights, val
         self.bar, self.stop = bar, stop
         self.progress = Progress(step=folder.first_step - 1)
+        self.stopped_by = 0
         self.held_out: HeldOut | None = None
 
     def train(self) -> Outcome:
         """From the first step to the outcome; an error that ends the run is in `run.json` before it goes on its way."""
+        peers = self.ranks.peers
+        if peers:
+            peers.on_loss = lambda line: self.folder.finish("failed", step=self.progress.step, error=line)
         try:
             self._build()
             checkpoints = self._train()
-            return self._end(checkpoints)
+            outcome = self._end(checkpoints)
         except Exception as error:
+            if peers and not isinstance(error, NmoeError):
+                peers.wait_for_loss()
             line = f"{type(error).__name__}: {error}".splitlines()[0]
-            self.folder.record.finish("failed", step=self.progress.step, error=line)
+            self.folder.finish("failed", step=self.progress.step, error=line)
             if not isinstance(error, NmoeError):
                 _log.error("the run failed", exc_info=True)
+            if peers and not peers.stopped:
+                mendable = line_of(error)
+                peers.give_up(2 if mendable else 1, f"rank {self.ranks.rank}: {mendable or line}")
             raise
+        self.ranks.part()
+        return outcome
 
     def _build(self) -> None:
         config, checkpoint = self.config, self.folder.checkpoint
-        log_device(self.device)
-        self.parts: Parts = build(config, self.device)
+        log_device(self.ranks.device)
+        self.parts: Parts = build(config, self.ranks)
         if checkpoint:
             self.progress = restore(self.parts, checkpoint)
         elif config.run.start_from:
             start_from(self.parts, Path(config.run.start_from))
-        self.peak = device_peak(self.device, compute_dtype(config))
+        self.peak = device_peak(self.ranks.device, compute_dtype(config))
         _log.info("peak %.4g TFLOP/s (%s)", self.peak.flops / 1e12, self.peak.origin)
 
     def _train(self) -> CheckpointWriter:
         """The steps; everything logged is published and every checkpoint written when it returns."""
-        config, folder = self.config, self.folder
+        config, folder, ranks = self.config, self.folder, self.ranks
         verb = "going on with" if folder.resumed else "beginning"
         _log.info("%s %s at step %d of %d", verb, folder.path, folder.first_step, config.train.steps)
-        resume_step = folder.first_step if folder.resumed else None
         with contextlib.ExitStack() as stack:
             watch = stack.enter_context(Watch(folder.record))
-            metrics = stack.enter_context(
-                MetricWriter(folder.path, publish_s=config.metrics.publish_s, resume_step=resume_step)
-            )
+            metrics = stack.enter_context(self._metrics()) if ranks.rank == 0 else None
             checkpoints = CheckpointWriter(
                 folder.path / "checkpoints",
                 config=asdict(config),
                 keep=config.checkpoint.keep,
-                before_commit=metrics.flush,
-                on_failure=lambda step, failures: metrics.log(step, {"checkpoint/failures": failures}),
+                before_commit=metrics.flush if metrics else lambda: None,
+                on_failure=lambda step, failures: metrics and metrics.log(step, {"checkpoint/failures": failures}),
+                rank=ranks.rank,
+                group=ranks.files,
             )
             stack.callback(checkpoints.wait)
-            recorder = Recorder(
-                config, parts=self.parts, progress=self.progress, metrics=metrics, bar=self.bar, peak=self.peak
-            )
-            if self.device.type == "cuda" and (read := gpu_reader(1)) is not None:
-                stack.enter_context(Sampler(read, metrics=metrics, step=lambda: self.progress.step))
+            recorder = None
+            if metrics:
+                recorder = Recorder(
+                    config, parts=self.parts, progress=self.progress, metrics=metrics, bar=self.bar, peak=self.peak
+                )
+                if ranks.device.type == "cuda" and (read := gpu_reader(world_of(os.environ)[3])) is not None:
+                    stack.enter_context(Sampler(read, metrics=metrics, step=lambda: self.progress.step))
             loader = stack.enter_context(self._loader())
             if self.progress.step < config.train.steps:
                 self._steps(loader, recorder, checkpoints, watch)
             elif self.val:
                 self._evaluate(watch)
         return checkpoints
+
+    def _metrics(self) -> MetricWriter:
+        resume_step = self.folder.first_step if self.folder.resumed else None
+        return MetricWriter(self.folder.path, publish_s=self.config.metrics.publish_s, resume_step=resume_step)
 
     def _loader(self) -> Loader:
         config = self.config
@@ -193,30 +231,38 @@ class _Run:
             batch_size=config.train.batch_size,
             micro_batch_size=config.train.micro_batch_size,
             seed=config.run.seed,
+            rank=self.ranks.rank,
+            num_ranks=self.ranks.size,
             next_sample=self.progress.next_sample,
         )
 
-    def _steps(self, loader: Loader, recorder: Recorder, checkpoints: CheckpointWriter, watch: Watch) -> None:
-        train, progress = self.config.train, self.progress
+    def _steps(self, loader: Loader, recorder: Recorder | None, checkpoints: CheckpointWriter, watch: Watch) -> None:
+        train, progress, device = self.config.train, self.progress, self.ranks.device
         watch.progress(progress.step)
-        last, stopping = False, bool(self.stop.number)
-        while not (last or stopping):
+        last, spent = False, math.nan
+        while not (last or self.stopped_by):
             began = time.perf_counter()
             batch = next(loader)
             waited = time.perf_counter() - began
-            result = train_step(self.parts, batch, config=self.config)
+            # Read once, behind backward: all ranks see the same, and a stop always has its checkpoint.
+            note = partial(Note.of, device, last_step_time=spent, data_wait=waited)
+            result = train_step(self.parts, batch, config=self.config, notes=lambda: note(stop=self.stop.number))  # noqa: B023
+            notes = AllNotes(result.notes_RN)
             spent = time.perf_counter() - began
             self._count(batch.step, batch.num_targets, loader.next_sample, result)
-            last = progress.step == train.steps
-            recorder.step(result, batch, step_time=spent, data_wait=waited)
+            last, self.stopped_by = progress.step == train.steps, notes.stop
+            if recorder:
+                recorder.step(result, batch, notes, step_time=spent)
             watch.progress(progress.step)
             if self.val and (last or (train.eval_every and progress.step % train.eval_every == 0)):
-                recorder.held_out(*self._evaluate(watch))
-            stopping = bool(self.stop.number)  # read once: a stop always has its checkpoint
-            if progress.step % self.config.checkpoint.every == 0 or last or stopping:
+                held_out, seconds = self._evaluate(watch)
+                if recorder:
+                    recorder.held_out(held_out, seconds)
+            if progress.step % self.config.checkpoint.every == 0 or last or self.stopped_by:
                 state = checkpoint_state(self.parts, progress)
                 pause = checkpoints.save(progress.step, tensors=checkpoint_tensors(self.parts), state=state)
-                recorder.checkpoint(pause)
+                if recorder:
+                    recorder.checkpoint(pause)
                 watch.progress(progress.step)
 
     def _count(self, step: int, num_targets: int, next_sample: int, result: StepResult) -> None:
@@ -240,7 +286,7 @@ class _Run:
             self.parts.model,
             self.val,
             config=self.config,
-            device=self.parts.device,
+            ranks=self.ranks,
             tick=lambda: watch.progress(self.progress.step),
         )
         return self.held_out, time.perf_counter() - began
@@ -251,13 +297,13 @@ class _Run:
         name = f"step-{self.progress.step:08d}"
         lost = checkpoints.last_error if not complete or complete[-1].name != name else ""
         status = "failed" if lost else "finished" if finished else "stopped"
-        self.folder.record.finish(status, step=self.progress.step, error=lost or None)
+        self.folder.finish(status, step=self.progress.step, error=lost or None)
         sound = self.held_out is not None and math.isfinite(self.held_out.loss)
         readable = self.val is not None and self.val.tokenizer_sha256 == ByteTokenizer.sha256
         return Outcome(
             path=self.folder.path,
             status=status,
-            signal=0 if finished else self.stop.number,
+            signal=0 if finished else self.stopped_by,
             step=self.progress.step,
             checkpoint=complete[-1] if complete else None,
             checkpoint_error=lost,
@@ -278,5 +324,6 @@ class _Run:
             top_p=0.95,
             seed=self.config.run.seed,
             eos_id=tokenizer.eos_id,
+            agree=lambda token: self.ranks.agree(lambda: token),
         )
         return Sample(prompt=tokenizer.decode(prompt), text=tokenizer.decode(new))

@@ -14,13 +14,19 @@ from torch.utils import deterministic
 from nmoe import arch
 from nmoe.checkpoint.load import load_tensors, load_weights
 from nmoe.checkpoint.store import CheckpointInfo, find_checkpoint
+from nmoe.comm.communicator import Communicator
 from nmoe.comm.connect import connect
 from nmoe.config import Config
-from nmoe.errors import CheckpointError, ConfigError
+from nmoe.errors import CheckpointError, EnvironmentFault
 from nmoe.model.init import init_model
+from nmoe.model.pieces import model_pieces
 from nmoe.model.transformer import Transformer, compute_dtype
 from nmoe.ops import registry
 from nmoe.optim.optimizer import Optimizer, make_optimizer
+from nmoe.pieces import Piece
+from nmoe.rdep.exchange import Exchange
+from nmoe.train.ranks import Ranks, world_of
+from nmoe.train.shard import shard
 
 __all__ = ["Parts", "Progress", "build", "checkpoint_tensors", "choose_device", "log_device", "restore", "start_from"]
 
@@ -50,24 +56,56 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """What computes: model and optimizer on a device."""
+    """What computes: model and optimizer, or this rank's part of them.
 
-    device: torch.device
+    Attributes:
+        ranks: all of them.
+        comm: those that share the experts.
+        model: its parameters are whole while a layer computes.
+        pieces: what this rank holds of parameters and buffers at any time, by name.
+        optimizer: of these pieces.
+    """
+
+    ranks: Ranks
+    comm: Communicator
     model: Transformer
+    pieces: dict[str, Piece]
     optimizer: Optimizer
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.ranks.device
 
 
 def choose_device(config: Config) -> torch.device:
-    """The GPU where there is one, else the CPU; also decides the arch and makes the arithmetic repeatable.
+    """The GPU where there is one (of several ranks, each its own), else the CPU.
+
+    Also decides the arch and makes the arithmetic repeatable.
 
     Raises:
-        EnvironmentFault: the GPU is of a kind that has no kernels here.
+        EnvironmentFault: the GPU is of a kind that has no kernels here, or there are fewer than ranks.
     """
-    arch.decide(config.train.dtype)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # one of two settings with repeatable sums
+    device = _own_device()
+    arch.decide(config.train.dtype)
     torch.use_deterministic_algorithms(True)
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return device
+
+
+def _own_device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    _, size, place, _ = world_of(os.environ)
+    if size == 1:
+        return torch.device("cuda")
+    if place >= torch.cuda.device_count():
+        raise EnvironmentFault(
+            f"rank {place} of this node has no GPU: {torch.cuda.device_count()} visible; start fewer ranks (--nproc)"
+        )
+    torch.cuda.set_device(place)
+    return torch.device("cuda", place)
 
 
 def log_device(device: torch.device) -> None:
@@ -78,22 +116,25 @@ def log_device(device: torch.device) -> None:
         _log.info("  op %-16s %s", op, source)
 
 
-def build(config: Config, device: torch.device) -> Parts:
-    """The model with its initial values, and its optimizer.
+def build(config: Config, ranks: Ranks) -> Parts:
+    """The model with its initial values, and its optimizer; of several ranks, each makes its own part.
 
     Raises:
-        ConfigError: the experts are to be shared by more ranks than there are.
+        EnvironmentFault: the ranks cannot reach each other's memory in the way that `parallel.comm` names.
     """
-    if config.parallel.ep > 1:
-        raise ConfigError(f"parallel.ep = {config.parallel.ep} exceeds the 1 rank of this run; set it to 0 or 1")
-    comm = connect(None, device, kind=config.parallel.comm)
-    with torch.device(device):
+    comm = connect(ranks.expert_group, ranks.device, kind=config.parallel.comm)
+    with torch.device("meta" if ranks.mesh else ranks.device):  # no rank ever holds the whole
         model = Transformer(config, comm=comm)
+    shard(model, ranks=ranks, gather=config.parallel.gather)
+    if ranks.mesh:
+        model.to_empty(device=ranks.device)
+    if comm.size > 1:
+        model.connect(Exchange.of(config, comm, dtype=model.dtype))
     init_model(model, config.run.seed)
     optimizer = make_optimizer(
         model.named_parameters(), config=config.optim, seed=config.run.seed, dtype=compute_dtype(config)
     )
-    return Parts(device=device, model=model, optimizer=optimizer)
+    return Parts(ranks=ranks, comm=comm, model=model, pieces=model_pieces(model), optimizer=optimizer)
 
 
 def start_from(parts: Parts, path: Path) -> None:
@@ -102,16 +143,20 @@ def start_from(parts: Parts, path: Path) -> None:
     Raises:
         CheckpointError: there is none, it is damaged, or it belongs to another model.
     """
-    tensors = {f"model.{name}": tensor for name, tensor in parts.model.state_dict().items()}
-    info = find_checkpoint(path)
-    load_weights(info, tensors, prefix="model.")
+    tensors = {f"model.{name}": piece for name, piece in parts.pieces.items()}
+    ranks = parts.ranks
+    info = ranks.agree(lambda: find_checkpoint(path))
+    ranks.together(lambda: load_weights(info, tensors, prefix="model.", part=ranks.rank, parts=ranks.size))
     _log.info("weights from %s", info.path)
 
 
-def checkpoint_tensors(parts: Parts) -> dict[str, torch.Tensor]:
-    """Every tensor that training changes, by name: values, selection biases, moments."""
-    tensors = {f"model.{name}": tensor for name, tensor in parts.model.state_dict().items()}
-    return tensors | {f"optim.{name}": tensor for name, tensor in parts.optimizer.state().items()}
+def checkpoint_tensors(parts: Parts) -> dict[str, Piece]:
+    """Every tensor that training changes, by name: this rank's rows of values, selection biases, moments."""
+    pieces = parts.pieces
+    moments = {
+        f"optim.{name}": pieces[name.rpartition(".")[0]].of(moment) for name, moment in parts.optimizer.state().items()
+    }
+    return {f"model.{name}": piece for name, piece in pieces.items()} | moments
 
 
 def checkpoint_state(parts: Parts, progress: Progress) -> dict[str, Any]:
@@ -137,7 +182,8 @@ def restore(parts: Parts, checkpoint: CheckpointInfo) -> Progress:
     Raises:
         CheckpointError: a file is damaged, or it belongs to another model.
     """
-    load_tensors(checkpoint, checkpoint_tensors(parts))
+    ranks, tensors = parts.ranks, checkpoint_tensors(parts)
+    ranks.together(lambda: load_tensors(checkpoint, tensors, part=ranks.rank, parts=ranks.size))
     state = dict(checkpoint.state)
     try:
         num_updates, rng = int(state.pop("num_updates")), state.pop("rng")

@@ -64,14 +64,14 @@ class Watch:
     """Beats the heart of a run and notices when it hangs; use as a context manager.
 
     Args:
-        record: the run's record.
+        record: the run's record; None on a rank that does not write it.
         least_s: a run is never called hung before this many seconds without progress.
         factor: nor before this many times the median of its recent steps.
         output: open file for the stacks (default: stderr).
     """
 
     def __init__(
-        self, record: RunRecord, *, least_s: float = 300.0, factor: float = 20.0, output: IO[str] | None = None
+        self, record: RunRecord | None, *, least_s: float = 300.0, factor: float = 20.0, output: IO[str] | None = None
     ):
         self._record, self._least_s, self._factor = record, least_s, factor
         self._output = output or sys.stderr
@@ -111,6 +111,8 @@ class Watch:
                 faulthandler.dump_traceback(file=self._output, all_threads=True)
 
     def _beat(self) -> None:
+        if self._record is None:
+            return
         try:
             self._record.heartbeat(self._step)
         except OSError as error:  # a full disk: the next beat may succeed

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of a run: how many there are, how they share the work, and the little that they tell each other.
+
+Rank r has its own tokens. Ranks of one expert group (consecutive ranks, inside a node) share the experts of a layer; the
+ranks of equal place in all expert groups hold the same experts. Both are dimensions of one mesh:
+
+    mesh (data, expert), 8 ranks, 4 expert ranks      [[0 1 2 3]      rows: expert groups
+                                                       [4 5 6 7]]     columns: ranks with the same experts
+
+Everything here is a collective: all ranks call it, in the same order. With one process there is no process group, and
+every call returns at once.
+"""
+
+import math
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from nmoe.config import Config
+from nmoe.errors import ConfigError, NmoeError
+from nmoe.train.peers import Peers
+
+__all__ = ["Ranks", "join_ranks", "world_of"]
+
+_Result = TypeVar("_Result")
+# Rank 0 reads and hashes data, and the first kernels are compiled, while the others wait.
+_PATIENCE = timedelta(minutes=30)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """This process among those of the run.
+
+    Attributes:
+        rank: its number, from 0.
+        size: processes of the run.
+        device: where it computes.
+        mesh: (data, expert); None with one process.
+        world: all ranks as one dimension of that mesh.
+        files: a group of its own for the thread that writes checkpoints, on the CPU.
+        peers: what watches the other processes of this node.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh | None = None
+    world: DeviceMesh | None = None
+    files: dist.ProcessGroup | None = None
+    peers: Peers | None = None
+
+    @property
+    def expert_size(self) -> int:
+        """Ranks that share the experts of a layer."""
+        return self.mesh["expert"].size() if self.mesh else 1
+
+    @property
+    def expert_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share the experts of a layer with this one."""
+        return self.mesh["expert"].get_group() if self.mesh else None
+
+    @property
+    def data_size(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.size // self.expert_size
+
+    def add(self, values: Tensor, *, over: Literal["world", "data", "expert"] = "world") -> Tensor:
+        """`values` summed over ranks, in place; exact for integers below 2^53 in fp64."""
+        if self.mesh and self.world:
+            dist.all_reduce(values, group=(self.world if over == "world" else self.mesh[over]).get_group())
+        return values
+
+    def rows(self, values: Tensor) -> Tensor:
+        """One row a rank, [ranks, n], of everyone's `values` [n]; the same bits on all ranks."""
+        if not self.mesh:
+            return values.unsqueeze(0)
+        rows = values.new_empty(self.size * values.numel())
+        dist.all_gather_into_tensor(rows, values.contiguous())
+        return rows.view(self.size, -1)
+
+    def agree(self, work: Callable[[], _Result] | None) -> _Result:
+        """What `work` gives on rank 0, for all ranks; an error that it raises is raised on all.
+
+        Args:
+            work: called on rank 0 only; its result can be pickled.
+        """
+        outcome: list[Any] = [None, None]
+        if self.rank == 0:
+            assert work is not None
+            try:
+                outcome = [work(), None]
+            except Exception as error:
+                if not self.mesh:
+                    raise
+                outcome = [None, error]
+        if self.mesh:
+            dist.broadcast_object_list(outcome, src=0)
+        if outcome[1] is not None:
+            self.part()
+            raise outcome[1]
+        return outcome[0]
+
+    def together(self, work: Callable[[], _Result]) -> _Result:
+        """What `work` gives here; where it raises an error of ours on any rank, the first rank's is raised on all."""
+        if not self.mesh:
+            return work()
+        result, error = None, None
+        try:
+            result = work()
+        except NmoeError as found:
+            error = found
+        errors: list[NmoeError | None] = [None] * self.size
+        dist.all_gather_object(errors, error)
+        for found in errors:
+            if found is not None:
+                self.part()
+                raise found
+        return result  # type: ignore[return-value]
+
+    def part(self) -> None:
+        """Meets the others for the last time: from then on each may end when it likes."""
+        if self.peers:
+            self.peers.stop()
+            dist.barrier()
+
+
+def world_of(environment: dict[str, str] | os._Environ[str]) -> tuple[int, int, int, int]:
+    """(rank, ranks, rank in the node, ranks of the node) as a launcher states them; (0, 1, 0, 1) without one."""
+    rank, size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
+    return rank, size, int(environment.get("LOCAL_RANK", rank)), int(environment.get("LOCAL_WORLD_SIZE", size))
+
+
+def join_ranks(config: Config, device: torch.device) -> Ranks:
+    """Meets the other processes that the launcher's environment names (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+
+    Raises:
+        ConfigError: `parallel.ep` does not fit the number of ranks.
+    """
+    rank, size, _, local_size = world_of(os.environ)
+    experts = _expert_ranks(config, size, local_size)
+    if size == 1:
+        return Ranks(rank=0, size=1, device=device)
+    store, _, _ = next(rendezvous("env://", timeout=_PATIENCE))
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        store=PrefixStore("nmoe", store),
+        rank=rank,
+        world_size=size,
+        timeout=_PATIENCE,
+        device_id=device if device.type == "cuda" else None,
+    )
+    files = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    assert isinstance(files, dist.ProcessGroup)  # this process is in it
+    mesh = init_device_mesh(device.type, (size // experts, experts), mesh_dim_names=("data", "expert"))
+    return Ranks(
+        rank=rank,
+        size=size,
+        device=device,
+        mesh=mesh,
+        world=mesh["data", "expert"]._flatten("world"),
+        files=files,
+        peers=_watch_peers(store, rank, size),
+    )
+
+
+def _watch_peers(store: Store, rank: int, size: int) -> Peers:
+    """Watches the ranks that run on this machine."""
+    places: list[tuple[str, int]] = [("", 0)] * size
+    dist.all_gather_object(places, (platform.node(), os.getpid()))
+    here = platform.node()
+    return Peers(store, {other: pid for other, (node, pid) in enumerate(places) if node == here and other != rank})
+
+
+def _expert_ranks(config: Config, size: int, local_size: int) -> int:
+    """Ranks that share the experts: as configured, else as many of a node as divide the experts."""
+    experts, wanted = config.moe.num_experts, config.parallel.ep
+    if not wanted:
+        return math.gcd(experts, local_size) if config.num_moe_layers and size % local_size == 0 else 1
+    if size % wanted:
+        raise ConfigError(
+            f"parallel.ep = {wanted} does not divide the {size} ranks of this start; "
+            "set it to 0 to let it follow the number of ranks"
+        )
+    return wanted

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One command, several ranks: how they start, what they leave behind, and how they end, whoever is killed."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import CONFIG, Command, alive, figures, losses
+from ranks import run_ranks
+
+from nmoe import cli
+from nmoe.checkpoint.store import list_checkpoints
+from nmoe.data.builtin import make_python_docs
+from nmoe.formats.metrics import open_store
+from nmoe.formats.runs import read_run
+from nmoe.train.slurm import first_host, slurm_environment
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_python_docs(tmp_path_factory.mktemp("python-docs"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, data: Path) -> Path:
+    (tmp_path / "tiny.toml").write_text(CONFIG.replace("DATA", str(data)))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    """The run of two ranks that share the experts, from beginning to end."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "tiny.toml").write_text(CONFIG.replace("DATA", str(data)))
+    with Command(folder, "--nproc", "2") as command:
+        assert command.wait() == 0, command.errors
+    return folder / "runs" / "tiny"
+
+
+def test_two_ranks_make_the_run_of_one(undisturbed, folder):
+    with Command(folder) as command:
+        assert command.wait() == 0, command.errors
+    np.testing.assert_allclose(losses(undisturbed)[:60], losses(command.run)[:60], rtol=1e-5)
+    log = (undisturbed / "log.txt").read_text()
+    assert log.count(" step ") == 40 + 2, "one line a step and an evaluation"
+    with open_store(undisturbed) as store:
+        received = store.execute(
+            "SELECT step, sum(value), count(*) FROM metrics WHERE name = 'router/received' GROUP BY step ORDER BY step"
+        ).fetchall()
+        times = store.execute(
+            "SELECT step, rank FROM metrics WHERE name = 'speed/rank_step_time' ORDER BY step, rank"
+        ).fetchall()
+    assert received == [(step, 8 * 32 * 2, 2) for step in range(1, 41)]
+    assert times == [(step, rank) for step in range(1, 40) for rank in (0, 1)]
+    assert len(list((list_checkpoints(undisturbed / "checkpoints")[-1]).glob("*.distcp"))) == 2
+
+
+def test_whoever_is_killed_the_run_goes_on_to_the_same_bits(undisturbed, folder):
+    moments = [random.randint(first, first + 4) for first in (5, 13, 21, 29)]
+    with Command(folder, "--nproc", "2") as command:
+        command.wait_for_step(moments[0])
+        os.kill(random.choice(command.ranks()), signal.SIGKILL)  # the launcher starts all again
+        command.wait_for_step(moments[1])
+        for pid in command.ranks():
+            os.kill(pid, signal.SIGKILL)
+        command.wait_for_step(moments[2])
+        ranks = command.ranks()
+        os.kill(command.pid, signal.SIGKILL)
+        assert command.wait() == -signal.SIGKILL
+        until = time.monotonic() + 20
+        while any(alive(pid) for pid in ranks):
+            assert time.monotonic() < until, "ranks outlive their launcher"
+            time.sleep(0.01)
+        assert command.errors.count("starting again with 2 ranks") == 2, command.errors
+    with Command(folder, "--nproc", "2") as command:
+        command.wait_for_step(moments[3])
+        os.kill(command.pid, signal.SIGTERM)
+        assert command.wait() == 128 + signal.SIGTERM, command.errors
+        stopped = read_run(command.run)
+        assert stopped.status == "stopped"
+        assert list_checkpoints(command.run / "checkpoints")[-1].name == f"step-{stopped.step:08d}"
+    with Command(folder, "--nproc", "2") as command:
+        assert command.wait() == 0, command.errors
+    assert figures(command.run) == figures(undisturbed), moments
+    assert read_run(command.run).status == "finished"
+
+
+def test_run_goes_on_with_another_number_of_ranks(undisturbed, folder):
+    for size, steps in (("4", 6), ("3", 12), ("1", 18)):  # 3 do not divide batch or experts
+        with Command(folder, "--nproc", size) as command:
+            command.wait_for_step(steps)
+            os.kill(command.pid, signal.SIGTERM)
+            assert command.wait() == 128 + signal.SIGTERM, command.errors
+    with Command(folder, "--nproc", "2") as command:
+        assert command.wait() == 0, command.errors
+    np.testing.assert_allclose(losses(command.run)[:60], losses(undisturbed)[:60], rtol=1e-5)
+
+
+def test_error_of_one_rank_ends_all_with_one_line(folder, data):
+    own = folder / "own"
+    own.symlink_to(make_python_docs(folder / "copy"))
+    text = (folder / "tiny.toml").read_text().replace(str(data), str(own))
+    (folder / "tiny.toml").write_text(text)
+    with Command(folder, "--nproc", "2", "train.steps=100000") as command:
+        command.wait_for_step(2)
+        for shard in (own / "train").glob("shard-*.npy"):
+            if "index" not in shard.name:
+                with shard.open("r+b") as file:  # mapped by the ranks, which read it on
+                    file.seek(128)
+                    file.write(b"\xff" * (shard.stat().st_size - 128))
+        assert command.wait() == 2
+    lines = [line for line in command.errors.splitlines() if line.startswith("error")]
+    assert len(lines) == 1, command.errors
+    assert "damaged: token" in lines[0]
+    assert "Traceback" not in command.errors
+    assert read_run(command.run).status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--nproc", "3", "parallel.ep=2"), "error: parallel.ep = 2 does not divide the 3 ranks of this start; "),
+        (("--nproc", "0"), "error: --nproc 0: expected 1 or more"),
+        (("--nproc", "2", 'data.train=["nowhere"]'), "error: nowhere"),
+    ],
+)
+def test_start_that_cannot_be_is_one_line(folder, arguments, message):
+    with Command(folder, *arguments) as command:
+        assert command.wait() == 2
+    assert command.errors.startswith(message), command.errors
+    assert len(command.errors.splitlines()) == 1, command.errors
+
+
+def test_ranks_of_another_launcher_are_taken_as_they_are(undisturbed, folder, capfd):
+    def rank() -> int:
+        os.chdir(folder)
+        return cli.train(["tiny.toml", "--set", "train.steps=40"])
+
+    assert run_ranks(2, rank) == [0, 0]
+    assert figures(folder / "runs" / "tiny") == figures(undisturbed)
+    assert capfd.readouterr().out.count("finished at step 40") == 1
+
+
+def test_slurm_tasks_become_ranks_where_srun_started_them():
+    step = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_NUM_TASKS": "16",
+        "SLURM_PROCID": "11",
+        "SLURM_LOCALID": "3",
+        "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
+        "SLURM_STEP_NODELIST": "gpu[03-04]",
+    }
+    found = slurm_environment(step)
+    assert {**found, "MASTER_PORT": ""} == {
+        "RANK": "11",
+        "WORLD_SIZE": "16",
+        "LOCAL_RANK": "3",
+        "LOCAL_WORLD_SIZE": "8",
+        "MASTER_ADDR": "gpu03",
+        "MASTER_PORT": "",
+    }
+    assert 1024 < int(found["MASTER_PORT"]) < 32768
+    assert slurm_environment({**step, "MASTER_ADDR": "10.0.0.1"})["MASTER_ADDR"] == "10.0.0.1"
+    assert slurm_environment({**step, "RANK": "0"}) == {}, "torchrun inside a job"
+    assert slurm_environment({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "16", "SLURM_PROCID": "0"}) == {}, "a batch script"
+    assert [first_host(text) for text in ("a1", "a1,b2", "n[7]", "n[1,4-9],m")] == ["a1", "a1", "n7", "n1"]

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same training, however it is split over ranks: losses, gradient norms, loads and weights.
+
+24 steps of each layout, or as many as NMOE_LAYOUT_STEPS says: 300 of all layouts took five minutes on two busy cores.
+"""
+
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo  # here, once: a device mesh imports it, seconds in every rank
+from ranks import run_ranks
+
+from nmoe.config import Config, parse_config
+from nmoe.data.builtin import make_python_docs
+from nmoe.data.loader import Loader
+from nmoe.data.sources import open_train
+from nmoe.train.loop import train_step
+from nmoe.train.ranks import join_ranks
+from nmoe.train.setup import build
+
+# Everything that could count a token twice or not at all: balance and z-losses, selection bias, further tokens, norms.
+TINY = """
+model = {vocab_size = 257, hidden_size = 16, num_layers = 2, num_dense_layers = 1, ffn_size = 24, mtp_depth = 1}
+attention = {num_heads = 2, kv_lora_rank = 8, qk_nope_head_dim = 8, qk_rope_head_dim = 4, v_head_dim = 8}
+moe = {num_experts = 4, num_shared_experts = 1, top_k = 2, expert_size = 16, balance_loss = 0.01, z_loss = 0.01}
+data = {train = ["DATA/train"], seq_len = 16}
+train = {steps = 1000, batch_size = 8, micro_batch_size = 4, dtype = "fp64", z_loss = 0.001}
+optim = {learning_rate = 1e-3}
+schedule = {warmup_steps = 3, decay_steps = 10}
+checkpoint = {every = 1000}
+"""
+Configure = Callable[..., Config]
+STEPS = int(os.environ.get("NMOE_LAYOUT_STEPS", "24"))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Configure:
+    data: Path = make_python_docs(tmp_path_factory.mktemp("python-docs"))
+    text = TINY.replace("DATA", str(data))
+    return lambda *overrides: parse_config(text, where="tiny.toml", name="tiny", overrides=overrides)
+
+
+def train(config: Config, steps: int) -> dict[str, Any]:
+    """What each of `steps` steps reported on this rank, and the rows of the model that it holds in the end."""
+    ranks = join_ranks(config, torch.device("cpu"))
+    sets, weights = open_train(config)
+    parts = build(config, ranks)
+    figures, loads = [], []
+    with Loader(
+        sets,
+        weights=weights,
+        seq_len=config.data.seq_len,
+        vocab_size=config.model.vocab_size,
+        batch_size=config.train.batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        seed=config.run.seed,
+        rank=ranks.rank,
+        num_ranks=ranks.size,
+    ) as loader:
+        for batch in itertools.islice(loader, steps):
+            result = train_step(parts, batch, config=config)
+            losses = (result.loss, result.balance_loss, result.router_z_loss, result.z_loss, result.mtp_loss)
+            figures.append((*losses, result.grad_norm))
+            loads.append(result.load_LE)
+            assert result.received_LR.shape == (2, ranks.size)
+            assert (result.received_LR.sum(axis=1) == result.load_LE.sum(axis=1)).all()
+    held = {name: (piece.start, piece.shape, piece.tensor.clone()) for name, piece in parts.pieces.items()}
+    ranks.part()
+    parts.comm.close()
+    return {"figures": np.array(figures), "loads": np.array(loads), "held": held}
+
+
+def joined(results: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """The model's tensors, made of the rows that the ranks hold; each row is somewhere, and where twice, it is equal."""
+    tensors = {}
+    for name, (_, shape, rows) in results[0]["held"].items():
+        whole, seen = torch.empty(shape, dtype=rows.dtype), torch.zeros(shape[0], dtype=torch.bool)
+        for start, _, rows in (result["held"][name] for result in results):
+            end = start + len(rows)
+            assert not seen[start:end].any() or torch.equal(whole[start:end], rows), name
+            whole[start:end], seen[start:end] = rows, True
+        assert seen.all(), name
+        tensors[name] = whole
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def alone(tiny) -> dict[str, Any]:
+    """The steps of one rank that takes each batch at once."""
+    return run_ranks(1, train, tiny("train.micro_batch_size=8"), STEPS)[0]
+
+
+# (ranks, expert ranks, rows of a micro batch, parallel.gather)
+LAYOUTS = [
+    (1, 1, 4, "layer"),
+    (2, 1, 4, "layer"),
+    (2, 1, 2, "step"),
+    (3, 1, 1, "step"),  # a filler: 8 rows are 3 + 3 + 2
+    (2, 2, 4, "layer"),
+    (2, 2, 2, "step"),
+    (4, 1, 2, "layer"),
+    (4, 2, 1, "layer"),
+    (4, 2, 2, "step"),
+    (4, 4, 2, "layer"),
+    (4, 4, 1, "layer"),
+]
+
+
+@pytest.mark.parametrize(("size", "experts", "micro", "gather"), LAYOUTS, ids=lambda value: str(value))
+def test_losses_norms_loads_and_weights_do_not_depend_on_the_layout(tiny, alone, size, experts, micro, gather):
+    config = tiny(f"parallel.ep={experts}", f"train.micro_batch_size={micro}", f'parallel.gather="{gather}"')
+    results = run_ranks(size, train, config, STEPS)
+    for result in results:
+        np.testing.assert_array_equal(result["figures"], results[0]["figures"], err_msg="ranks see one step")
+        np.testing.assert_allclose(result["figures"], alone["figures"], rtol=1e-9)
+        np.testing.assert_array_equal(result["loads"], alone["loads"])
+    for name, values in joined([alone]).items():
+        torch.testing.assert_close(joined(results)[name], values, rtol=0, atol=1e-9)
