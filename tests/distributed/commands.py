@@ -44,6 +44,7 @@ class Command:
         sys.stdout.flush()
         sys.stderr.flush()
         self.status: int | None = None
+        self.error_path.touch()
         self.pid = os.fork()
         if self.pid == 0:
             self._be(folder, command)
@@ -105,7 +106,7 @@ class Command:
 
     def __exit__(self, *_: object) -> None:
         ranks = self.ranks()
-        for pid in ([] if self.status is not None else [self.pid, *ranks]):
+        for pid in [] if self.status is not None else [self.pid, *ranks]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if self.status is None:

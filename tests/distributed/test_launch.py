@@ -46,7 +46,7 @@ def test_two_ranks_make_the_run_of_one(undisturbed, folder):
         assert command.wait() == 0, command.errors
     np.testing.assert_allclose(losses(undisturbed)[:60], losses(command.run)[:60], rtol=1e-5)
     log = (undisturbed / "log.txt").read_text()
-    assert log.count(" step ") == 40 + 2, "one line a step and an evaluation"
+    assert log.count("INFO step ") == 40 + 2, "one line for each step and each evaluation"
     with open_store(undisturbed) as store:
         received = store.execute(
             "SELECT step, sum(value), count(*) FROM metrics WHERE name = 'router/received' GROUP BY step ORDER BY step"
