@@ -325,13 +325,11 @@ class Parallel:
     """How several ranks share the work; results differ by rounding only, so all of it may change on resume."""
 
     ep: Natural = 0
-    """Consecutive ranks that share the experts of a layer; divides the number of ranks and `moe.num_experts`; the others
-    hold copies. 0: as many ranks of a node as divide the experts."""
+    """Consecutive ranks that share a layer's experts; divides experts and ranks. 0: the most of a node that divide them."""
     comm: Literal["auto", "local", "shm", "ipc", "nvshmem"] = "auto"
     """How these ranks reach each other's memory. auto: by their number, devices and machines (docs/rdep.md)."""
     gather: Literal["layer", "step"] = "layer"
-    """When the rows of other ranks are gathered and gradients summed: in each layer of each micro batch (least memory), or
-    once a step (least traffic; whole parameters and gradients on every rank)."""
+    """Parameters are gathered, gradients summed: a layer at a time (least memory), or once a step (least traffic)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -339,8 +337,7 @@ class Rdep:
     """The way of rows to the experts of other ranks, and back (docs/rdep.md)."""
 
     capacity: AboveZero = 2.0
-    """Assignments that a rank has room for at once, as a multiple of the balanced load. More come in further rounds; none
-    is dropped."""
+    """Assignments that a rank has room for at once, over the balanced load. More come in further rounds; none is lost."""
     sizes: Literal["bound", "exact"] = "bound"
     """Room for what may come (bound), or for just what comes, which the host has to wait for once a layer (exact)."""
     wire: Literal["plain", "mxfp8", "nvfp4"] = "plain"

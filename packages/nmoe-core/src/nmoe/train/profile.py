@@ -24,6 +24,7 @@ from nmoe.errors import DataError
 from nmoe.model.transformer import Transformer, compute_dtype
 from nmoe.optim.optimizer import Optimizer
 from nmoe.train.loop import train_step
+from nmoe.train.ranks import Ranks
 from nmoe.train.setup import Parts, build, choose_device, log_device
 from nmoe.train.throughput import Peak, device_peak, flop_by_part, measured_bandwidth
 
@@ -90,7 +91,7 @@ def profile_steps(config: Config, folder: Path) -> Profile:
     sets, weights = open_train(config)
     device = choose_device(config)
     log_device(device)
-    parts = build(config, device)
+    parts = build(config, Ranks(rank=0, size=1, device=device))
     parts = replace(parts, optimizer=_Marked(parts.optimizer))
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     loader = Loader(
