@@ -115,10 +115,14 @@ def serve() -> Iterator[Callable[..., str]]:
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> Iterator[Path]:
-    """A folder in which another process writes the run `live`, 20 steps a second, published every second."""
+    """A folder in which another process writes the run `live`, 20 steps a second, published every second.
+
+    SIGTERM ends the run as one that was stopped on request.
+    """
     root = tmp_path / "runs"
     command = [sys.executable, str(Path(__file__).with_name("write_run.py")), str(root), "live"]
     process = subprocess.Popen(command)
+    (tmp_path / "pid").write_text(str(process.pid))
     deadline = time.monotonic() + 30
     while not (root / "live" / "metrics.duckdb").exists():
         assert process.poll() is None

@@ -3,6 +3,7 @@
 
 import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Literal
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from nviz import ui
 
 pytestmark = pytest.mark.browser
 # On a page below the root Streamlit's client first asks for its server beside the page, then above it.
@@ -69,6 +72,8 @@ def settled(tab: Page) -> None:
 
 
 def test_browser_shows_a_run_while_it_is_written(trainer: Path, serve: Callable[..., str], tab: Page):
+    asked: list[str | bytes] = []
+    tab.on("websocket", lambda socket: socket.on("framesent", lambda frame: asked.append(frame)))
     tab.goto(f"{serve('--runs', str(trainer))}/?run=live")
     settled(tab)
     expect(tab.get_by_role("heading", name="Runs")).to_be_visible()
@@ -84,6 +89,12 @@ def test_browser_shows_a_run_while_it_is_written(trainer: Path, serve: Callable[
     tab.get_by_role("link", name="Router").click()
     expect(tab.get_by_text(re.compile("6 layers x 16 experts"))).to_be_visible(timeout=60_000)
     settled(tab)
+    os.kill(int((trainer.parent / "pid").read_text()), signal.SIGTERM)
+    expect(tab.get_by_text(re.compile("live: stopped"))).to_be_visible(timeout=30_000)
+    tab.wait_for_timeout(1000)
+    asked.clear()
+    tab.wait_for_timeout(1000 * (ui.REFRESH_S + 2))
+    assert not asked  # nobody asks for a run that has ended
 
 
 PAGES = ("Runs", "Curves", "Router", "Speed", "Data", "Spikes", "Alerts")

@@ -7,6 +7,8 @@ As a script it is a trainer that only logs: `write_run.py ROOT NAME --steps N --
 import argparse
 import json
 import math
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -263,13 +265,14 @@ def main() -> None:
     run.mkdir(parents=True)
     record = RunRecord(run, heartbeat_s=1.0)
     record.start(id=arguments.name, config=CONFIG, steps=arguments.steps)
-    values = Values()
+    values, step, asked = Values(), 0, threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked.set())
     with MetricWriter(run, publish_s=arguments.publish_s) as writer:
-        for step in range(arguments.steps):
+        while step < arguments.steps and not asked.wait(1 / arguments.rate):
             values.log(writer, step)
             record.heartbeat(step)
-            time.sleep(1 / arguments.rate)
-    record.finish("finished", step=arguments.steps)
+            step += 1
+    record.finish("stopped" if asked.is_set() else "finished", step=step)
 
 
 if __name__ == "__main__":

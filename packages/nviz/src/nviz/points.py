@@ -7,7 +7,7 @@ a running run grows. One series of a 10-million-row store takes 20 ms on 2 cores
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,19 +111,20 @@ def points(
         if bound is not None:
             where, parameters = f"{where} AND {term}", [*parameters, bound]
     if earlier is not None and len(earlier.table["bucket"]):
-        newest = int(earlier.table["bucket"][-1])
-        tail = [*parameters, newest * earlier.width]
-        fresh = _buckets(connection, f"{where} AND step >= ?", tail, lambda total, low, high: earlier.width)[0]
-        settled = {name: column[:-1] for name, column in earlier.table.items()}
-        table = {name: np.concatenate([settled[name], fresh[name]]) for name in fresh}
-        if _suffices(table, earlier.width, max_points) and len(fresh["bucket"]):
-            return _points(table, earlier.width)
-
-    def choose(total: int, low: int, high: int) -> int:
-        # Two points a bucket; each end of the series takes one more.
-        return 1 if total <= max_points else bucket_width(high - low + 1, (max_points - 2) // 2)
-
-    return _points(*_buckets(connection, where, parameters, choose))
+        newest, width = int(earlier.table["bucket"][-1]), earlier.width
+        chosen = f"(SELECT step, time, value, isfinite(value) AS fine FROM metrics WHERE {where} AND step >= ?)"  # noqa: S608
+        fresh = _buckets(connection, chosen, [*parameters, newest * width], width)
+        table = {name: np.concatenate([earlier.table[name][:-1], fresh[name]]) for name in fresh}
+        if _suffices(table, width, max_points) and len(fresh["bucket"]):
+            return _points(table, width)
+    connection.execute(
+        f"CREATE OR REPLACE TEMP TABLE chosen AS SELECT step, time, value, isfinite(value) AS fine FROM metrics WHERE {where}",  # noqa: S608
+        parameters,
+    )
+    low, high, total = connection.execute("SELECT min(step), max(step), count(*) FROM chosen").fetchall()[0]
+    # Two points a bucket; each end of the series takes one more.
+    width = 1 if total <= max_points else bucket_width(high - low + 1, (max_points - 2) // 2)
+    return _points(_buckets(connection, "chosen", [], width), width)
 
 
 def _suffices(table: dict[str, np.ndarray], width: int, max_points: int) -> bool:
@@ -131,17 +132,9 @@ def _suffices(table: dict[str, np.ndarray], width: int, max_points: int) -> bool
     return int(table["rows"].sum()) <= max_points if width == 1 else len(table["bucket"]) <= (max_points - 2) // 2
 
 
-def _buckets(
-    connection: Connection, where: str, parameters: Sequence[Any], choose: Callable[[int, int, int], int]
-) -> tuple[dict[str, np.ndarray], int]:
-    """A row a bucket, in order, and the width; one scan of the store."""
-    connection.execute(
-        f"CREATE OR REPLACE TEMP TABLE chosen AS SELECT step, time, value, isfinite(value) AS fine FROM metrics WHERE {where}",  # noqa: S608
-        parameters,
-    )
-    low, high, total = connection.execute("SELECT min(step), max(step), count(*) FROM chosen").fetchall()[0]
-    width = choose(total, low or 0, high or 0)
-    table = columns_of(
+def _buckets(connection: Connection, chosen: str, parameters: Sequence[Any], width: int) -> dict[str, np.ndarray]:
+    """A row for each bucket of a table or query with step, time, value and fine, in order."""
+    return columns_of(
         connection,
         f"""
         SELECT step // {width} AS bucket, count(*) AS rows, count(*) FILTER (fine) AS weight,
@@ -155,10 +148,10 @@ def _buckets(
             max(step) FILTER (fine) AS last_step, arg_max(time, step) FILTER (fine) AS last_time,
             arg_max(value, step) FILTER (fine) AS last_value,
             coalesce(min(step) FILTER (NOT fine), -1) AS broken
-        FROM chosen GROUP BY bucket ORDER BY bucket
-        """,  # noqa: S608 - an integer computed above
+        FROM {chosen} GROUP BY bucket ORDER BY bucket
+        """,  # noqa: S608 - made of constants
+        parameters,
     )
-    return table, width
 
 
 def _points(table: dict[str, np.ndarray], width: int) -> Points:

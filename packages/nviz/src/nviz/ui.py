@@ -204,7 +204,7 @@ def freshness(entry: Entry, *, step: int | None = None) -> None:
 
 
 def chart(figure: go.Figure, *, key: str, alt: str, on_range: Callable[[float, float], None] | None = None) -> None:
-    """Shows a figure; a constant `key` keeps the reader's zoom over refreshes.
+    """Shows a figure. Streamlit draws a chart anew when its data changed, and leaves it alone when it did not.
 
     Args:
         figure: the figure.

@@ -154,9 +154,7 @@ def _one(
     )
     title = f"{line.name}, {indices}" if indices else line.name
     unit = measure.unit if measure.unit != "1" else ""
-    figure = charts.curves(
-        drawn, title=title, x_title=x_title, y_title=unit, dates=view.x == "clock", view=f"{view}", **look
-    )
+    figure = charts.curves(drawn, title=title, x_title=x_title, y_title=unit, dates=view.x == "clock", **look)
 
     def zoom(low: float, high: float) -> None:
         inside = np.concatenate([curve.step[(curve.x >= low) & (curve.x <= high)] for curve in drawn])

@@ -83,7 +83,7 @@ def _beside(entry: Entry, source: Corpus, *, share: float) -> None:
             st.caption("This run has written no loss yet.")
             return
         title = f"{source.key}: held-out loss" if mine else "Loss of the whole mixture"
-        figure = charts.curves(lines, title=title, x_title="step", y_title="nat/token", view=entry.key, height=300)
+        figure = charts.curves(lines, title=title, x_title="step", y_title="nat/token", height=300)
         ui.chart(figure, key=f"mix-loss-{source.key}", alt=title)
         if not mine:
             st.caption(

@@ -35,7 +35,6 @@ def _heatmap(key: str, name: str, relative: bool) -> None:
         low=0.0 if name == LOAD else None,
         high=max(2.0, float(np.nanquantile(shown, 0.995))) if relative and shown.size else None,
         mark_zero=name == LOAD,
-        view=f"{key} {name}",
     )
     ui.chart(figure, key="router-grid", alt=title)
     if name == LOAD and picture.size:
@@ -107,7 +106,7 @@ def _history(key: str, name: str, layer: int) -> None:
                 title = f"{name} of layer {layer}, by expert"
                 figure = charts.heatmap(
                     found.values, title=title, x=found.first, x_title="step", y_title="expert",
-                    value_title=measures[name].label, view=f"{key} {layer}", height=360,
+                    value_title=measures[name].label, height=360,
                 )  # fmt: skip
                 ui.chart(figure, key="router-history", alt=title)
             else:
@@ -129,7 +128,7 @@ def _by_layer(entry: Entry, measure: Measure) -> None:
     found = entry.picture(measure.name, rows="layer")
     figure = charts.heatmap(
         found.values, title=measure.name, x=found.first, x_title="step", y_title="layer",
-        value_title=measure.unit if measure.unit != "1" else "", view=entry.key, height=300,
+        value_title=measure.unit if measure.unit != "1" else "", height=300,
     )  # fmt: skip
     ui.chart(figure, key=f"router-{measure.name}", alt=f"{measure.name} by layer and step. {measure.meaning}")
 
@@ -151,13 +150,13 @@ def _ranks(entry: Entry, measures: dict[str, Measure]) -> None:
         ("rank-seconds", step), lambda connection: ranks.seconds_at(connection, step, ranks=measure.ranks)
     )
     title = f"What each rank received at step {step:,}, and how long it took"
-    ui.chart(charts.rank_profile(received, seconds, title=title, view=entry.key), key="router-ranks", alt=title)
+    ui.chart(charts.rank_profile(received, seconds, title=title), key="router-ranks", alt=title)
     left, right = st.columns(2)
     with left:
         over = entry.picture(ranks.RECEIVED, rows="layer", fullest="rank")
         title = "Fullest rank over the mean, by layer"
         figure = charts.heatmap(
-            over.values, title=title, x=over.first, x_title="step", y_title="layer", value_title="", view=entry.key,
+            over.values, title=title, x=over.first, x_title="step", y_title="layer", value_title="",
             height=320,
         )  # fmt: skip
         ui.chart(figure, key="router-overload", alt=title)
@@ -166,7 +165,7 @@ def _ranks(entry: Entry, measures: dict[str, Measure]) -> None:
         title = "Time of a rank against what it received"
         figure = charts.scatter(
             share.ravel(), time.ravel(), title=title, x_title="received over an even share, mean of layers",
-            y_title="step time over the median", view=entry.key,
+            y_title="step time over the median",
         )  # fmt: skip
         ui.chart(
             figure, key="router-rank-time", alt=f"{title}: one point a rank and step, the newest {len(found.steps)}"
@@ -232,7 +231,7 @@ def _cost(entry: Entry, measures: dict[str, Measure]) -> None:
         help="The time of a step is that of the fullest rank; 1 is perfect balance.",
     )
     figure = charts.scatter(
-        found.value, seconds, title="Step time against overload", x_title="router/overload", y_title="s", view=entry.key
+        found.value, seconds, title="Step time against overload", x_title="router/overload", y_title="s"
     )
     ui.chart(figure, key="router-cost", alt="Step time against the overload of the fullest rank")
 

@@ -35,9 +35,7 @@ def _parts(entry: Entry, measures: dict[str, Measure]) -> None:
     rest = np.maximum(whole.mean - sum(stack.values(), np.zeros(len(steps))), 0.0)
     stack["rest of the step"] = rest
     ui.chart(
-        charts.stacked(
-            steps, stack, title="Parts of a step, mean of each bucket", x_title="step", y_title="s", view=entry.key
-        ),
+        charts.stacked(steps, stack, title="Parts of a step, mean of each bucket", x_title="step", y_title="s"),
         key="speed-parts",
         alt="Time of a step by part",
     )
@@ -63,7 +61,7 @@ def _ranks(entry: Entry, measures: dict[str, Measure]) -> None:
     ui.chart(
         charts.heatmap(
             found.values, title="Step time by rank", x=found.first, x_title="step", y_title="rank", value_title="s",
-            view=entry.key, height=260 + 4 * min(len(found.values), 64),
+            height=260 + 4 * min(len(found.values), 64),
         ),
         key="speed-ranks",
         alt="Step time by rank and step",
@@ -97,7 +95,7 @@ def _group(entry: Entry, title: str, wanted: list[Measure]) -> None:
             line = series.curve(entry, Line(name=measure.name), series.View(), number=0, label=entry.key)
             unit = measure.unit if measure.unit != "1" else ""
             ui.chart(
-                charts.curves([line], title=measure.name, x_title="step", y_title=unit, view=entry.key, height=260),
+                charts.curves([line], title=measure.name, x_title="step", y_title=unit, height=260),
                 key=f"speed-{measure.name}",
                 alt=measure.meaning,
             )

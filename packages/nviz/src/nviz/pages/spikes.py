@@ -34,8 +34,8 @@ def _overview(key: str) -> None:
     for column, name in zip(columns, spikes.METRICS, strict=True):
         with column, ui.guard(name):
             line = series.curve(entry, Line(name=name), series.View(), number=0, label=key)
-            figure = charts.curves([line], title=name, x_title="step", y_title="", view=key, height=280)
-            charts.mark(figure, [spike.peak for spike in found if spike.name == name])
+            marks = [spike.peak for spike in found if spike.name == name]
+            figure = charts.curves([line], title=name, x_title="step", y_title="", height=280, marks=marks)
             ui.chart(figure, key=f"spikes-{name}", alt=f"{name} with its spikes")
 
 
