@@ -1,178 +1,190 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MoE layer on one GPU against its peers: same data, same weights' shapes, one process.
+"""The MoE layer on one GPU against its peers: same rows, same routing, one process a peer.
 
-    python benchmarks/moe_layer.py [--shape 0] [--csv results.csv]
+    python benchmarks/moe_layer.py [--shape 0] [--peer nmoe] [--zipf 1.0] [--csv results.csv] [--plot results.html]
 
-Prints milliseconds (median) and TFLOP/s of forward and of forward + backward, router and combine included, and the share
-of a dense bf16 product measured in the same run. FLOP: 6*T*K*F*D forward, 18*T*K*F*D with backward. Weights and
-gradients are bf16 for everyone. A peer that is not installed or fails is printed as such.
+Prints, for router to combine, medians over steps that follow each other without a wait, as in training (the host runs
+ahead): forward; forward + backward into fresh gradients; the same adding to gradients that exist; the same replayed as a
+CUDA graph; the host's own time a step; and what is kept for backward. FLOP: 6*T*K*F*D forward, 18*T*K*F*D with backward.
+Weights and gradients are bf16 for everyone. The share is of a dense 8192^3 bf16 product, timed just before. With --zipf
+the experts' popularity falls as rank^-exponent. A peer that is not installed or fails is printed as such.
 """
 
 import argparse
 import csv
 import statistics
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from moe_peers import DEVICE, HALF, PEERS
+from torch import Tensor
 
-from nmoe.comm.local import Local
-from nmoe.config import Moe
-from nmoe.rdep.layer import MoE
-
-SHAPES = [
+SHAPES = [  # T, D, F, E, K
     (32768, 2048, 1408, 64, 6),
     (32768, 4096, 256, 256, 16),
     (32768, 4096, 1024, 64, 4),
     (32768, 7168, 2048, 8, 1),
     (4096, 2048, 1408, 64, 6),
+    (512, 2048, 1408, 64, 6),
 ]
-DEVICE = "cuda"
+FIELDS = ["peer", "T", "D", "F", "E", "K", "zipf", "dense_tflops", "forward_ms", "both_ms", "adding_ms", "graph_ms"]
+FIELDS += ["host_ms", "kept_gib", "failure"]
 
 
-def milliseconds(work: Callable[[], object], *, runs: int = 15) -> float:
-    """Median time of `work` on the GPU after three warm-ups."""
-    times = []
-    for run in range(runs + 3):
+def milliseconds(work: Callable[[], object], *, runs: int, before: Callable[[], None] = lambda: None) -> float:
+    """Median time on the GPU of runs that follow each other; the first quarter warms up."""
+    marks = []
+    for _ in range(runs):
+        before()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         work()
         end.record()
-        torch.cuda.synchronize()
-        if run >= 3:
-            times.append(begin.elapsed_time(end))
-    return statistics.median(times)
+        marks.append((begin, end))
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in marks[runs // 4 :])
 
 
-class Plain(nn.Module):
-    """The layer as one writes it in PyTorch: sort, `_grouped_mm`, index_add."""
-
-    def __init__(self, width: int, hidden: int, experts: int, top_k: int):
-        super().__init__()
-        self.top_k = top_k
-        self.router = nn.Linear(width, experts, bias=False, device=DEVICE, dtype=torch.bfloat16)
-        self.w13 = nn.Parameter(
-            torch.randn(experts, width, 2 * hidden, device=DEVICE, dtype=torch.bfloat16) * width**-0.5
-        )
-        self.w2 = nn.Parameter(torch.randn(experts, hidden, width, device=DEVICE, dtype=torch.bfloat16) * hidden**-0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gates, chosen = self.router(x).float().softmax(dim=-1).topk(self.top_k, dim=-1)
-        order = chosen.view(-1).argsort(stable=True)
-        counts = torch.zeros(self.w13.shape[0], dtype=torch.int32, device=x.device).scatter_add_(
-            0, chosen.view(-1), torch.ones_like(chosen.view(-1), dtype=torch.int32)
-        )
-        offsets = counts.cumsum(0).int()
-        rows = order // self.top_k
-        gate, up = F.grouped_mm(x[rows], self.w13, offs=offsets).chunk(2, dim=-1)
-        y = F.grouped_mm(F.silu(gate) * up, self.w2, offs=offsets)
-        return torch.zeros_like(x).index_add_(0, rows, y * gates.view(-1)[order].unsqueeze(1).to(y.dtype))
+def data(shape: tuple[int, ...], zipf: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, gradient of the output, router weight. The first column of the rows is 1 and carries the popularity."""
+    tokens, width, _, experts, _ = shape
+    torch.manual_seed(0)
+    x = torch.randn(tokens, width, device=DEVICE, dtype=HALF)
+    router = torch.randn(experts, width, device=DEVICE) * 1.28 * width**-0.5  # near the spread of Gumbel noise
+    x[:, 0] = 1.0
+    router[:, 0] = -zipf * torch.arange(1, experts + 1, device=DEVICE).log()
+    return x.requires_grad_(), torch.randn_like(x), router.to(HALF)
 
 
-def ours(width: int, hidden: int, experts: int, top_k: int) -> Callable[[Tensor], Tensor]:
-    config = Moe(
-        num_experts=experts,
-        num_shared_experts=0,
-        top_k=top_k,
-        expert_size=hidden,
-        scoring="softmax",
-        selection_bias=False,
-        normalize_gates=False,
-    )
-    with torch.device(DEVICE):
-        layer = MoE(hidden_size=width, config=config, comm=Local(DEVICE), shared=None, dtype=torch.bfloat16)
-    for parameter in layer.parameters():
-        nn.init.normal_(parameter, std=0.02)
-    return lambda x: layer(x, 1)[0]
+def measure(peer: str, shape: tuple[int, ...], zipf: float) -> dict[str, float]:
+    """The figures of one peer at one shape."""
+    x, dout, router = data(shape, zipf)
+    layer, parameters = PEERS[peer](router, shape[2], shape[4])
 
+    def clear() -> None:
+        x.grad = None
+        for parameter in parameters:
+            parameter.grad = None
 
-def sonic(width: int, hidden: int, experts: int, top_k: int) -> Callable[[Tensor], Tensor]:
-    import sonicmoe  # type: ignore[import-not-found]
-    from sonicmoe.enums import ActivationType  # type: ignore[import-not-found]
-
-    layer = sonicmoe.MoE(experts, top_k, width, hidden, ActivationType.SWIGLU, False, 0.02).to(DEVICE, torch.bfloat16)
-    return lambda x: layer(x)[0]
-
-
-def compiled(*shape: int) -> Callable[[Tensor], Tensor]:
-    return torch.compile(Plain(*shape))
-
-
-PEERS = {"nmoe": ours, "sonic-moe": sonic, "torch.compile": compiled, "eager": Plain}
-
-
-def measure(name: str, shape: tuple[int, ...], x: Tensor, dout: Tensor) -> tuple[float, float, float]:
-    """(forward ms, forward + backward ms, GiB kept for backward)."""
-    layer = PEERS[name](*shape[1:])
-
-    def train() -> None:
+    def step() -> None:
         layer(x).backward(dout)
+
+    def clear_rows() -> None:
         x.grad = None
 
-    train()
+    step()
+    clear()
     before = torch.cuda.memory_allocated()
-    kept = layer(x)
-    saved = (torch.cuda.memory_allocated() - before - kept.numel() * 2) / 2**30
-    del kept
-    return milliseconds(lambda: layer(x)), milliseconds(train), saved
+    out = layer(x)
+    kept = (torch.cuda.memory_allocated() - before - out.nbytes) / 2**30
+    del out
+    runs = 24 if shape[0] > 4096 else 64
+    a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=HALF) for _ in range(2))
+    found = {"dense_tflops": 2 * 8192**3 / milliseconds(lambda: a @ b, runs=24) / 1e9, "kept_gib": kept}
+    found["forward_ms"] = milliseconds(lambda: layer(x), runs=runs)
+    found["both_ms"] = milliseconds(step, runs=runs, before=clear)
+    begin = time.perf_counter()
+    for _ in range(8):
+        step()
+        clear()
+    found["host_ms"] = (time.perf_counter() - begin) / 8 * 1e3
+    step()
+    found["adding_ms"] = milliseconds(step, runs=runs, before=clear_rows)
+    clear()
+    found["graph_ms"] = milliseconds(_captured(step, clear).replay, runs=runs)
+    return found
+
+
+def _captured(step: Callable[[], None], clear: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+        clear()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    clear()
+    return graph
+
+
+def run_peer(peer: str, shapes: list[int], zipf: float, path: Path) -> None:
+    """Measures one peer in this process, and adds a row a shape to a CSV file."""
+    for number in shapes:
+        shape = SHAPES[number]
+        row: dict[str, Any] = dict(zip(("T", "D", "F", "E", "K"), shape, strict=True)) | {"peer": peer, "zipf": zipf}
+        try:
+            row |= measure(peer, shape, zipf)
+        except Exception as error:  # noqa: BLE001 - a peer that cannot run is a result too
+            row["failure"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+        torch.cuda.empty_cache()
+        print(describe(row), flush=True)
+        new = not path.exists()
+        with path.open("a", newline="") as stream:
+            writer = csv.DictWriter(stream, FIELDS)
+            if new:
+                writer.writeheader()
+            writer.writerow(row)
+
+
+def describe(row: dict) -> str:
+    head = f"{row['peer']:14s} T={row['T']} D={row['D']} F={row['F']} E={row['E']} K={row['K']} zipf={row['zipf']}"
+    if row.get("failure"):
+        return f"{head} failed: {row['failure']}"
+    flop = 6 * int(row["T"]) * int(row["K"]) * int(row["F"]) * int(row["D"]) / 1e9
+    forward, both, adding, graph = (float(row[f"{name}_ms"]) for name in ("forward", "both", "adding", "graph"))
+    rate = 3 * flop / both
+    return (
+        f"{head} forward {forward:.3f} ms {flop / forward:.0f} TFLOP/s, both {both:.3f} ms {rate:.0f} TFLOP/s "
+        f"({rate / float(row['dense_tflops']):.2f} of dense {float(row['dense_tflops']):.0f}), adding {adding:.3f} ms "
+        f"{3 * flop / adding:.0f}, graph {graph:.3f} ms, host {float(row['host_ms']):.2f} ms, "
+        f"kept {float(row['kept_gib']):.2f} GiB"
+    )
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """Bars of TFLOP/s with backward, by shape and peer, as a page of HTML."""
+    import plotly.graph_objects as go
+
+    figure = go.Figure(layout={"yaxis_title": "TFLOP/s, forward + backward, fresh gradients"})
+    for peer in dict.fromkeys(row["peer"] for row in rows):
+        done = [row for row in rows if row["peer"] == peer and not row["failure"]]
+        labels = ["T={T} D={D} F={F} E={E} K={K} zipf={zipf}".format(**row) for row in done]
+        flop = [18 * int(row["T"]) * int(row["K"]) * int(row["F"]) * int(row["D"]) / 1e9 for row in done]
+        figure.add_bar(name=peer, x=labels, y=[f / float(row["both_ms"]) for f, row in zip(flop, done, strict=True)])
+    figure.write_html(path, include_plotlyjs="cdn")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--shape", type=int, choices=range(len(SHAPES)), action="append", help="index into the shapes; may be repeated"
-    )
-    parser.add_argument("--peer", choices=PEERS, action="append")
-    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--shape", type=int, choices=range(len(SHAPES)), action="append", help="index; may be repeated")
+    parser.add_argument("--peer", choices=PEERS, action="append", help="may be repeated; one runs in this process")
+    parser.add_argument("--zipf", type=float, default=0.0, help="exponent of the experts' popularity; 0 is uniform")
+    parser.add_argument("--csv", type=Path, help="rows are added to it")
+    parser.add_argument("--plot", type=Path, help="HTML; without a GPU nothing is measured and --csv is drawn")
     options = parser.parse_args()
-    a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-    ceiling = 2 * 8192**3 / milliseconds(lambda: a @ b) / 1e9
-    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, dense bf16 8192^3: {ceiling:.0f} TFLOP/s")
-    rows = []
-    for number in options.shape or range(len(SHAPES)):
-        tokens, width, hidden, experts, top_k = shape = SHAPES[number]
-        flop = 6 * tokens * top_k * hidden * width
-        print(f"T={tokens} D={width} F={hidden} E={experts} K={top_k}")
-        for name in options.peer or PEERS:
-            torch.manual_seed(0)
-            x = torch.randn(tokens, width, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
-            dout = torch.randn_like(x)
-            try:
-                forward, both, saved = measure(name, shape, x, dout)
-            except Exception as error:  # noqa: BLE001 - a peer that cannot run is a result too
-                print(f"  {name:14s} failed: {type(error).__name__}: {str(error).splitlines()[0][:120]}")
-                continue
-            rates = flop / forward / 1e9, 3 * flop / both / 1e9
-            print(
-                f"  {name:14s} forward {forward:7.3f} ms {rates[0]:6.0f} TFLOP/s   with backward {both:7.3f} ms {rates[1]:6.0f} TFLOP/s, {rates[1] / ceiling:.2f} of dense   kept {saved:5.2f} GiB"
-            )
-            rows.append([*shape, name, forward, rates[0], both, rates[1], ceiling, saved])
-            torch.cuda.empty_cache()
-        sys.stdout.flush()
-    if options.csv:
-        with options.csv.open("w", newline="") as stream:
-            csv.writer(stream).writerows(
-                [
-                    [
-                        "T",
-                        "D",
-                        "F",
-                        "E",
-                        "K",
-                        "name",
-                        "forward_ms",
-                        "forward_tflops",
-                        "both_ms",
-                        "both_tflops",
-                        "dense_tflops",
-                        "kept_gib",
-                    ],
-                    *rows,
-                ]
-            )
+    path = options.csv or Path(tempfile.mkdtemp()) / "moe_layer.csv"
+    shapes, peers = options.shape or [*range(len(SHAPES))], options.peer or [*PEERS]
+    if options.plot and not torch.cuda.is_available():
+        peers = []
+    if len(peers) == 1:
+        print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}", flush=True)
+        run_peer(peers[0], shapes, options.zipf, path)
+    else:
+        chosen = [argument for number in shapes for argument in ("--shape", str(number))]
+        for peer in peers:
+            command = [sys.executable, __file__, "--peer", peer, "--zipf", str(options.zipf), "--csv", str(path)]
+            subprocess.run([*command, *chosen], check=False)
+    if options.plot:
+        with path.open(newline="") as stream:
+            plot([*csv.DictReader(stream)], options.plot)
 
 
 if __name__ == "__main__":

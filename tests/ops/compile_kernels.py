@@ -9,6 +9,7 @@ The arch has to be set before CuTe is imported and once for a process, so each c
 import importlib
 import os
 import sys
+from functools import partial
 
 
 def main(arch: str) -> None:
@@ -27,10 +28,14 @@ def main(arch: str) -> None:
     for gated in (True, False):
         op("combine").combine_kernel("bfloat16", 6, gated)
     op("combine").collect_kernel()
+    op("combine").spread_kernel("bfloat16", 6)
     op("group").group_kernel(64)
     for experts, routing in ((256, v3), (160, v2)):
         op("route_topk").route_kernel(experts, True, routing)
         op("route_topk").route_backward_kernel(experts, routing)
+    for order in ("012", "001", "0102", "01"):
+        op("route_topk").pieces_kernel(order, 4)
+    op("route_topk").pieces_kernel("01", 1)
     op("swiglu").swiglu_kernel("bfloat16")
     op("swiglu").swiglu_backward_kernel("bfloat16")
     op("rope").rotate_kernel("bfloat16", True)
@@ -83,29 +88,30 @@ def compile_products(gemm) -> None:
     """The grouped products are compiled by their first call, which then fails for want of a driver to load them into."""
     import torch
 
-    tokens, width, hidden, experts, top_k = 4096, 256, 128, 8, 2
+    tokens, width, experts, top_k = 4096, 256, 8, 2
     slots, half = tokens * top_k, torch.bfloat16
-    x, act, preact = (
-        torch.zeros(tokens, width, dtype=half),
-        torch.zeros(slots, hidden, dtype=half),
-        torch.zeros(slots, 2 * hidden, dtype=half),
-    )
-    w13, w2 = torch.zeros(experts, 2 * hidden, width, dtype=half), torch.zeros(experts, width, hidden, dtype=half)
-    index, offset = torch.zeros(slots, dtype=torch.int32), torch.zeros(experts + 1, dtype=torch.int32)
-    calls = [
-        lambda: gemm.up(x, w13, index, offset),
-        lambda: gemm.down(act, w2, offset),
-        lambda: gemm.gated_backward(x, w2, preact, torch.zeros(slots), index, offset),
-        lambda: gemm.dx(preact, w13, offset),
-        lambda: gemm.dw13(x, preact, index, offset, out_X2FD=torch.zeros(w13.shape)),
-        lambda: gemm.dw2(x, act, index, offset, out_XDF=torch.zeros(w2.shape)),
-    ]
-    for call in calls:
-        try:
-            call()
-        except Exception as error:
-            if "driver" not in str(error):
-                raise
+    offset = torch.zeros(experts + 1, dtype=torch.int32)
+    for hidden, index in (
+        (128, torch.zeros(slots, dtype=torch.int32)),
+        (640, None),
+    ):  # rows gathered; rows in slot order
+        x = torch.zeros(tokens if index is not None else slots, width, dtype=half)
+        act, preact = torch.zeros(slots, hidden, dtype=half), torch.zeros(slots, 2 * hidden, dtype=half)
+        w13, w2 = torch.zeros(experts, 2 * hidden, width, dtype=half), torch.zeros(experts, width, hidden, dtype=half)
+        calls = [
+            partial(gemm.up, x, w13, index, offset),
+            partial(gemm.down, act, w2, offset),
+            partial(gemm.gated_backward, x, w2, preact, torch.zeros(slots), index, offset),
+            partial(gemm.dx, preact, w13, offset),
+            partial(gemm.dw13, x, preact, index, offset, out_X2FD=torch.zeros(w13.shape)),
+            partial(gemm.dw2, x, act, index, offset, out_XDF=torch.zeros(w2.shape)),
+        ]
+        for call in calls:
+            try:
+                call()
+            except Exception as error:
+                if "driver" not in str(error):
+                    raise
 
 
 if __name__ == "__main__":

@@ -57,6 +57,14 @@ def test_swiglu_matches_autograd():
     _assert_same_gradients(swiglu.swiglu, plain, _leaf(7, 26))
 
 
+def test_spread_puts_every_row_in_its_slots():
+    slot = torch.tensor([[2, 0], [-1, 3]], dtype=torch.int32)
+    x = torch.randn(2, 4)
+    found = combine.kernels().spread(x, slot, num_slots=5)
+    assert found.shape == (5, 4)
+    assert torch.equal(found[[2, 0, 3]], x[[0, 0, 1]])
+
+
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_rope_turns_the_last_columns(interleaved):
     tokens, half = 6, 4

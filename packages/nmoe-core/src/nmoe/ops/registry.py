@@ -7,13 +7,14 @@ is no fall back to another arch, because a kernel that silently is not used show
 
 import functools
 import importlib
+import sys
 from pathlib import Path
 from types import ModuleType
 
 from nmoe import arch
 from nmoe.errors import EnvironmentFault
 
-__all__ = ["implementation", "op_names", "source_file", "table"]
+__all__ = ["compile_seconds", "implementation", "op_names", "source_file", "table"]
 
 _FOLDER = Path(__file__).parent
 
@@ -54,3 +55,9 @@ def table() -> dict[str, str]:
         path = source_file(op, on=on)
         rows[op] = f"nmoe/ops/{op}/{path.name}" if path else f"missing: nmoe/ops/{op}/{on.stems[0]}.py"
     return rows
+
+
+def compile_seconds() -> list[float]:
+    """Seconds of every kernel that this process has compiled so far; those found on disk cost a millisecond each."""
+    build = sys.modules.get("nmoe.ops._cute.build")
+    return list(build.compiled()) if build else []

@@ -78,6 +78,8 @@ class AdamW:
             eps=self._config.eps,
             maximize=False,
         )
+        # The fused kernel does not count as a change by itself, and copies of weights are renewed by that count.
+        torch.autograd.graph.increment_version(parameters)
 
     @torch.no_grad()
     def _update_narrow(self, names: list[str], learning_rate: float, weight_decay: float) -> None:

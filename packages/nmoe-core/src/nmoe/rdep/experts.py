@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The experts of this rank: two weights each, and the products of forward and backward.
 
-The weights are the master values, usually wider than the rows. They are rounded to the rows' dtype for a product and
-not kept so; their gradients are summed in the masters' dtype, never rounded to bf16 on the way.
+The weights are the master values, usually wider than the rows. They are rounded to the rows' dtype for the products; their
+gradients are summed in the masters' dtype, never rounded to bf16 on the way.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from nmoe.ops import grouped_gemm
 from nmoe.ops.group import Groups
+from nmoe.rdep.held import hold, rounded
 
 __all__ = ["Experts", "experts_backward", "experts_forward", "up_again"]
 
@@ -36,6 +37,11 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(len(owned), hidden_size, expert_size, dtype=dtype))
         """[X, D, F]."""
 
+    def hold(self, *, copies: bool) -> None:
+        """Add up gradients in place and, with ``copies``, round the weights once a change; `nmoe.rdep.held` has the price."""
+        hold(self.w13, copies=copies)
+        hold(self.w2, copies=copies)
+
     def forward(self, routed: Callable[..., Tensor], x_TD: Tensor, gate_TK: Tensor, expert_TK: Tensor) -> Tensor:
         """`routed` with the weights; a call of this module, so that what shards them over ranks can gather them for it."""
         return routed(x_TD, gate_TK, self.w13, self.w2, expert_TK, not self.recompute)
@@ -47,15 +53,19 @@ def experts_forward(x_RD: Tensor, w13_X2FD: Tensor, w2_XDF: Tensor, groups: Grou
     Returns:
         y_SD in the rows' dtype, and the pre-activations preact_S2F, all that backward needs beside the rows.
     """
-    kernels, dtype = grouped_gemm.kernels(), x_RD.dtype
-    preact_S2F, act_SF = kernels.up(x_RD, w13_X2FD.to(dtype), groups.index_S, groups.offset_X)
-    return kernels.down(act_SF, w2_XDF.to(dtype), groups.offset_X), preact_S2F
+    preact_S2F, act_SF = _up(x_RD, w13_X2FD, groups)
+    return grouped_gemm.kernels().down(act_SF, rounded(w2_XDF, x_RD.dtype), groups.offset_X), preact_S2F
 
 
 def up_again(x_RD: Tensor, w13_X2FD: Tensor, groups: Groups) -> Tensor:
     """preact_S2F once more, the same bits."""
-    preact_S2F, _ = grouped_gemm.kernels().up(x_RD, w13_X2FD.to(x_RD.dtype), groups.index_S, groups.offset_X)
-    return preact_S2F
+    return _up(x_RD, w13_X2FD, groups)[0]
+
+
+def _up(x_RD: Tensor, w13_X2FD: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+    kernels = grouped_gemm.kernels()
+    rows, index = kernels.arrange(x_RD, groups.index_S, groups.slot_RK, w13_X2FD, use="up")
+    return kernels.up(rows, rounded(w13_X2FD, x_RD.dtype), index, groups.offset_X)
 
 
 def experts_backward(
@@ -68,7 +78,8 @@ def experts_backward(
     *,
     dw13_X2FD: Tensor,
     dw2_XDF: Tensor,
-    accumulate: bool = False,
+    add_w13: bool = False,
+    add_w2: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of all assignments and of the weights.
 
@@ -81,17 +92,21 @@ def experts_backward(
         groups: Of the forward.
         dw13_X2FD: Takes the gradient of w13; usually in the masters' dtype.
         dw2_XDF: Takes the gradient of w2.
-        accumulate: Add to what is there.
+        add_w13: Add to what is in dw13_X2FD.
+        add_w2: Add to what is in dw2_XDF.
 
     Returns:
         dx_SD and dgate_S, per assignment.
     """
     kernels, dtype = grouped_gemm.kernels(), x_RD.dtype
-    index_S, offset_X = groups.index_S, groups.offset_X
+    offset_X = groups.offset_X
+    dout, index = kernels.arrange(dout_RD, groups.index_S, groups.slot_RK, w13_X2FD, use="dout")
     dpreact_S2F, gated_act_SF, dgate_S = kernels.gated_backward(
-        dout_RD, w2_XDF.to(dtype), preact_S2F, groups.gate_S, index_S, offset_X
+        dout, rounded(w2_XDF, dtype), preact_S2F, groups.gate_S, index, offset_X
     )
-    kernels.dw2(dout_RD, gated_act_SF, index_S, offset_X, out_XDF=dw2_XDF, accumulate=accumulate)
-    del gated_act_SF
-    kernels.dw13(x_RD, dpreact_S2F, index_S, offset_X, out_X2FD=dw13_X2FD, accumulate=accumulate)
-    return kernels.dx(dpreact_S2F, w13_X2FD.to(dtype), offset_X), dgate_S
+    kernels.dw2(dout, gated_act_SF, index, offset_X, out_XDF=dw2_XDF, accumulate=add_w2)
+    del dout, gated_act_SF
+    x, index = kernels.arrange(x_RD, groups.index_S, groups.slot_RK, w13_X2FD, use="dw13")
+    kernels.dw13(x, dpreact_S2F, index, offset_X, out_X2FD=dw13_X2FD, accumulate=add_w13)
+    del x
+    return kernels.dx(dpreact_S2F, rounded(w13_X2FD, dtype), offset_X), dgate_S

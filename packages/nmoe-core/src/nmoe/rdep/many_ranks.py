@@ -77,7 +77,8 @@ class ExpertsAcross(torch.autograd.Function):
                 groups,
                 dw13_X2FD=dw13_X2FD,
                 dw2_XDF=dw2_XDF,
-                accumulate=number > 0,
+                add_w13=number > 0,
+                add_w2=number > 0,
             )
             send_back_gradient(dx_SD, dgate_S, groups, home_R3, exchange=exchange)
         dx_TD, dgate_TK = collect_gradient(plan, exchange=exchange, layer=layer)

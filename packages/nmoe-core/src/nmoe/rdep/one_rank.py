@@ -7,6 +7,7 @@ from torch import Tensor
 from nmoe.ops import combine, group
 from nmoe.ops.group import Groups
 from nmoe.rdep.experts import experts_backward, experts_forward, up_again
+from nmoe.rdep.held import gradient_target
 
 __all__ = ["ExpertsHere"]
 
@@ -25,16 +26,25 @@ class ExpertsHere(torch.autograd.Function):
         return combine.kernels().combine(y_SD, groups.slot_RK, gate_TK)
 
     @staticmethod
-    def backward(ctx, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, None, None]:
         x_TD, preact_S2F, w13_X2FD, w2_XDF, index_S, gate_S, offset_X, slot_TK = ctx.saved_tensors
         groups = Groups(index_S=index_S, gate_S=gate_S, offset_X=offset_X, slot_RK=slot_TK)
         if preact_S2F is None:
             preact_S2F = up_again(x_TD, w13_X2FD, groups)
         dout_TD = grad_outputs[0].contiguous()
-        dw13_X2FD, dw2_XDF = torch.empty_like(w13_X2FD), torch.empty_like(w2_XDF)
+        (dw13_X2FD, add_w13), (dw2_XDF, add_w2) = gradient_target(w13_X2FD), gradient_target(w2_XDF)
         dx_SD, dgate_S = experts_backward(
-            dout_TD, x_TD, preact_S2F, w13_X2FD, w2_XDF, groups, dw13_X2FD=dw13_X2FD, dw2_XDF=dw2_XDF
+            dout_TD,
+            x_TD,
+            preact_S2F,
+            w13_X2FD,
+            w2_XDF,
+            groups,
+            dw13_X2FD=dw13_X2FD,
+            dw2_XDF=dw2_XDF,
+            add_w13=add_w13,
+            add_w2=add_w2,
         )
         kernels = combine.kernels()
         dx_TD, dgate_TK = kernels.combine(dx_SD, slot_TK, None), kernels.collect(dgate_S, slot_TK)
-        return dx_TD, dgate_TK, dw13_X2FD, dw2_XDF, None, None
+        return dx_TD, dgate_TK, None if add_w13 else dw13_X2FD, None if add_w2 else dw2_XDF, None, None

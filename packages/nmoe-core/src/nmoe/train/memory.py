@@ -213,8 +213,12 @@ def _routed_working(config: Config, s: _Widths) -> int:
     act = slots * moe.expert_size * s.a
     again = 2 * act if "experts" in config.train.recompute else 0
     steps = slots * moe.expert_size * s.swiglu_backward  # all of them at once in plain torch
-    between = 3 * act + (w2 * rounded if s.kernels else steps)
-    return 3 * w2 * s.m + again + max(between, 2 * act + slots * D * s.a + 2 * w2 * rounded)
+    copied = slots * D * s.a  # the output's gradient in slot order
+    between = 3 * act + (w2 * rounded + copied if s.kernels else steps)
+    in_place = (
+        config.train.accumulation > 1 and s.ep == 1 and s.keeps_casts
+    )  # to the gradients of earlier micro batches
+    return (0 if in_place else 3 * w2 * s.m) + again + max(between, 2 * act + slots * D * s.a + 2 * w2 * rounded)
 
 
 def _attention_working(config: Config, s: _Widths) -> int:

@@ -21,6 +21,7 @@ from nmoe.formats.shards import ShardSet
 from nmoe.formats.tokenizers import ByteTokenizer
 from nmoe.model.generate import generate
 from nmoe.model.transformer import compute_dtype
+from nmoe.ops import registry
 from nmoe.train.evaluate import HeldOut, byte_entropy, held_out_loss
 from nmoe.train.folder import RunFolder, open_folder
 from nmoe.train.health import WINDOW, is_spike
@@ -150,6 +151,8 @@ class _Run:
         self.progress = Progress(step=folder.first_step - 1)
         self.stopped_by = 0
         self.held_out: HeldOut | None = None
+        self.kernels = 0
+        """Compiled so far."""
 
     def train(self) -> Outcome:
         """From the first step to the outcome; an error that ends the run is in `run.json` before it goes on its way."""
@@ -236,6 +239,15 @@ class _Run:
             next_sample=self.progress.next_sample,
         )
 
+    def _say_compiled(self, step: int) -> None:
+        """Logs that a step was slow because it compiled kernels."""
+        seconds = registry.compile_seconds()[self.kernels :]
+        if seconds:
+            _log.info(
+                "step %d compiled %d kernels in %.1f s; the next run finds them", step, len(seconds), sum(seconds)
+            )
+        self.kernels += len(seconds)
+
     def _steps(self, loader: Loader, recorder: Recorder | None, checkpoints: CheckpointWriter, watch: Watch) -> None:
         train, progress, device = self.config.train, self.progress, self.ranks.device
         watch.progress(progress.step)
@@ -249,6 +261,7 @@ class _Run:
             result = train_step(self.parts, batch, config=self.config, notes=lambda: note(stop=self.stop.number))  # noqa: B023
             notes = AllNotes(result.notes_RN)
             spent = time.perf_counter() - began
+            self._say_compiled(batch.step)
             self._count(batch.step, batch.num_targets, loader.next_sample, result)
             last, self.stopped_by = progress.step == train.steps, notes.stop
             if recorder:

@@ -25,12 +25,15 @@ from nmoe.ops import registry
 from nmoe.optim.optimizer import Optimizer, make_optimizer
 from nmoe.pieces import Piece
 from nmoe.rdep.exchange import Exchange
+from nmoe.rdep.experts import Experts
+from nmoe.train.memory import plan_memory
 from nmoe.train.ranks import Ranks, world_of
 from nmoe.train.shard import shard
 
 __all__ = ["Parts", "Progress", "build", "checkpoint_tensors", "choose_device", "log_device", "restore", "start_from"]
 
 _log = logging.getLogger(__name__)
+_ROOM = 0.92  # of a GPU's memory that a plan may fill before what is only convenient has to go
 
 
 @dataclass(kw_only=True, slots=True)
@@ -131,10 +134,25 @@ def build(config: Config, ranks: Ranks) -> Parts:
     if comm.size > 1:
         model.connect(Exchange.of(config, comm, dtype=model.dtype))
     init_model(model, config.run.seed)
+    if not ranks.mesh:  # several ranks gather their weights anew
+        _hold_experts(model, config, ranks.device)
     optimizer = make_optimizer(
         model.named_parameters(), config=config.optim, seed=config.run.seed, dtype=compute_dtype(config)
     )
     return Parts(ranks=ranks, comm=comm, model=model, pieces=model_pieces(model), optimizer=optimizer)
+
+
+def _hold_experts(model: Transformer, config: Config, device: torch.device) -> None:
+    """Lets the experts' gradients add up in place and, on a GPU with room for it, keeps the experts rounded."""
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    copies = False
+    if device.type == "cuda" and compute_dtype(config) == torch.bfloat16:
+        size = 2 * sum(parameter.numel() for module in experts for parameter in module.parameters())
+        peak = plan_memory(config, kernels=arch.current().target is not None).peak
+        copies = peak + size < _ROOM * torch.cuda.mem_get_info(device)[1]
+        _log.info("the experts in bf16, %.3g GB, are %s", size / 1e9, "kept" if copies else "made for each product")
+    for module in experts:
+        module.hold(copies=copies)
 
 
 def start_from(parts: Parts, path: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels are compiled once per machine: kept in memory, and on disk under ``$NMOE_CACHE/kernels``.
+"""Kernels are compiled once per machine: kept in memory, and on disk under ``$NMOE_CACHE/kernels``, by chip.
 
 A compiled kernel is one object file, named by the builder's arguments and by a fingerprint of every source it could
 depend on, so that a stale one is never loaded. Of the processes that want the same kernel one compiles, under a file
@@ -20,17 +20,21 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import quack.cache as quack_cache
+import quack.gemm
+import quack.gemm_runtime.host
 import torch
+
+from nmoe import arch
 
 __all__ = [
     "DTYPES",
     "compile_kernel",
+    "compiled",
     "enter_context",
     "fake",
     "kernel_cache",
     "kernel_folder",
     "sm_count",
-    "use_own_folder",
 ]
 
 _log = logging.getLogger(__name__)
@@ -50,19 +54,44 @@ _OPS_FOLDER = Path(__file__).parent.parent
 
 
 def kernel_folder() -> Path:
-    """Where compiled kernels lie."""
-    return Path(os.environ.get("NMOE_CACHE") or Path.home() / ".cache" / "nmoe") / "kernels"
+    """Where compiled kernels lie: by chip, since machines may share a home and a kernel's name does not tell chips apart."""
+    root = Path(os.environ.get("NMOE_CACHE") or Path.home() / ".cache" / "nmoe")
+    return root / "kernels" / (os.environ.get("CUTE_DSL_ARCH") or arch.current().target or "unknown")
 
 
-def use_own_folder() -> None:
-    """Keep compiled kernels, quack's own too, in this project's folder; done on import of this module."""
+_seconds: list[float] = []
+
+
+def compiled() -> list[float]:
+    """Seconds of every compilation that this process has done; empty where all kernels came from disk."""
+    return _seconds
+
+
+def _timed(build: Callable[..., Any]) -> Callable[..., Any]:
+    """``build``, which compiles, with a word in the log before the first kernel."""
+
+    @functools.wraps(build)
+    def timed(*args: Any, **keys: Any) -> Any:
+        if not _seconds:
+            _log.info("compiling kernels, once for this machine; they are kept in %s", quack_cache.CACHE_DIR)
+        start = time.perf_counter()
+        kernel = build(*args, **keys)
+        _seconds.append(time.perf_counter() - start)
+        return kernel
+
+    return timed
+
+
+def _set_up() -> None:
+    """Keep compiled kernels, quack's own too, in this project's folder, and time their compilation; once, on import."""
     if quack_cache.CACHE_DIR is None:
         quack_cache.CACHE_DIR = str(kernel_folder())
-    if _OPS_FOLDER not in quack_cache.EXTRA_SOURCE_DIRS:
-        quack_cache.EXTRA_SOURCE_DIRS.append(_OPS_FOLDER)
+    quack_cache.EXTRA_SOURCE_DIRS.append(_OPS_FOLDER)
+    for module in (quack.gemm, quack.gemm_runtime.host):
+        module.compile_gemm_kernel = _timed(module.compile_gemm_kernel)
 
 
-use_own_folder()
+_set_up()
 
 
 def kernel_cache(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,15 +99,7 @@ def kernel_cache(build: Callable[..., Any]) -> Callable[..., Any]:
 
     The builder's qualified name is part of the key, so it must be unique in this package.
     """
-
-    @functools.wraps(build)
-    def timed(*key: Any) -> Any:
-        start = time.perf_counter()
-        kernel = build(*key)
-        _log.info("compiled %s%s in %.1f s", build.__qualname__, key, time.perf_counter() - start)
-        return kernel
-
-    cached = quack_cache.jit_cache(timed)
+    cached = quack_cache.jit_cache(_timed(build))
 
     @functools.wraps(build)
     def fetch(*key: Any) -> Any:

@@ -13,11 +13,9 @@ from quack import gemm_interface
 from quack.gemm_config import GemmConfig
 from torch import Tensor
 
-from nmoe.ops._cute.build import enter_context, use_own_folder
+from nmoe.ops._cute.build import enter_context
 
 __all__ = ["GemmConfig", "gated_backward", "product", "up", "weight_gradient"]
-
-use_own_folder()
 
 
 def product(a_SA: Tensor, w_XAB: Tensor, offset_X: Tensor, out_SB: Tensor, config: GemmConfig) -> None:
@@ -28,14 +26,17 @@ def product(a_SA: Tensor, w_XAB: Tensor, offset_X: Tensor, out_SB: Tensor, confi
 def weight_gradient(
     a_RA: Tensor,
     b_SB: Tensor,
-    index_S: Tensor,
+    index_S: Tensor | None,
     offset_X: Tensor,
     out_XAB: Tensor,
     config: GemmConfig,
     *,
     accumulate: bool,
 ) -> None:
-    """out[x] = (or +=) sum over the group's slots of a[index] (outer) b; exact zeros for an empty group."""
+    """out[x] = (or +=) sum over the group's slots of a[index] (outer) b; exact zeros for an empty group.
+
+    Without an index the rows of a are in slot order.
+    """
     _execute(a_RA.t(), b_SB, out_XAB, config, cu_seqlens_k=offset_X, A_idx=index_S, add_to_output=accumulate)
 
 
@@ -71,7 +72,7 @@ def _execute(
 def up(
     x_RD: Tensor,
     w13_X2FD: Tensor,
-    index_S: Tensor,
+    index_S: Tensor | None,
     offset_X: Tensor,
     preact_S2F: Tensor,
     act_SF: Tensor,
@@ -100,7 +101,7 @@ def gated_backward(
     w2_XDF: Tensor,
     preact_S2F: Tensor,
     gate_S: Tensor,
-    index_S: Tensor,
+    index_S: Tensor | None,
     offset_X: Tensor,
     dpreact_S2F: Tensor,
     gated_act_SF: Tensor,

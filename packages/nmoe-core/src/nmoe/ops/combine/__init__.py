@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From slots back to rows: the sum of a row's results, in the fixed order k = 0, 1, ..., K-1, without atomics."""
+"""Between rows and slots: copies of a row in all its slots, and back the sum of a row's results, in the fixed order
+k = 0, 1, ..., K-1, without atomics."""
 
 from typing import Protocol, cast
 
@@ -19,6 +20,10 @@ class Kernels(Protocol):
         Without gates (the way back of dX) every weight is 1 and the sum is in fp32 (fp64 where y is). A row without
         assignments gets zeros; slots that no row names are never read, NaN in them changes nothing.
         """
+        ...
+
+    def spread(self, x_RD: Tensor, slot_RK: Tensor, *, num_slots: int) -> Tensor:
+        """x_SD: every row in each of its slots, bit for bit. Slots that no row names are left unwritten."""
         ...
 
     def collect(self, value_S: Tensor, slot_RK: Tensor) -> Tensor:

@@ -4,7 +4,7 @@
 import torch
 from torch import Tensor
 
-__all__ = ["collect", "combine"]
+__all__ = ["collect", "combine", "spread"]
 
 
 def combine(y_SD: Tensor, slot_RK: Tensor, gate_RK: Tensor | None) -> Tensor:
@@ -20,6 +20,13 @@ def combine(y_SD: Tensor, slot_RK: Tensor, gate_RK: Tensor | None) -> Tensor:
             part_RD = part_RD * gate_RK[:, k : k + 1]
         out_RD += part_RD.masked_fill_((slot_R < 0).unsqueeze(1), 0)
     return out_RD.to(y_SD.dtype)
+
+
+def spread(x_RD: Tensor, slot_RK: Tensor, *, num_slots: int) -> Tensor:
+    x_SD = x_RD.new_empty(num_slots, x_RD.shape[1])
+    row_A, choice_A = (slot_RK >= 0).nonzero(as_tuple=True)
+    x_SD[slot_RK[row_A, choice_A].to(torch.int64)] = x_RD[row_A]
+    return x_SD
 
 
 def collect(value_S: Tensor, slot_RK: Tensor) -> Tensor:

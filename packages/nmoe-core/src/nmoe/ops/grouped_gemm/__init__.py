@@ -37,11 +37,19 @@ class Kernels(Protocol):
     """What an implementation file defines.
 
     index_S is int32 [S], offset_X is int32 [X + 1], gate_S is fp32 (fp64 in reference mode); all are on the device.
-    Results in the tail of S (from offset_X[X] on) are unspecified and never read.
+    Results in the tail of S (from offset_X[X] on) are unspecified and never read. Where ``index_S`` may be None, None
+    says that the rows lie in slot order already.
     """
 
-    def up(self, x_RD: Tensor, w13_X2FD: Tensor, index_S: Tensor, offset_X: Tensor) -> tuple[Tensor, Tensor]:
-        """preact_S2F and act_SF in C. Gathers the rows while loading; SwiGLU on the fp32 accumulator."""
+    def arrange(
+        self, x_RD: Tensor, index_S: Tensor, slot_RK: Tensor, w13_X2FD: Tensor, *, use: str
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rows and index in the form in which one of the uses ``up``, ``dout`` (gated backward and dw2) and ``dw13`` is
+        fastest: as they are, or copied into slot order with index None. slot_RK as in `Groups`."""
+        ...
+
+    def up(self, x_RD: Tensor, w13_X2FD: Tensor, index_S: Tensor | None, offset_X: Tensor) -> tuple[Tensor, Tensor]:
+        """preact_S2F and act_SF in C. SwiGLU on the fp32 accumulator."""
         ...
 
     def down(self, act_SF: Tensor, w2_XDF: Tensor, offset_X: Tensor) -> Tensor:
@@ -49,7 +57,13 @@ class Kernels(Protocol):
         ...
 
     def gated_backward(
-        self, dout_RD: Tensor, w2_XDF: Tensor, preact_S2F: Tensor, gate_S: Tensor, index_S: Tensor, offset_X: Tensor
+        self,
+        dout_RD: Tensor,
+        w2_XDF: Tensor,
+        preact_S2F: Tensor,
+        gate_S: Tensor,
+        index_S: Tensor | None,
+        offset_X: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dpreact_S2F in C, gated_act_SF in C, dgate_S in gate's dtype (fixed order of summation)."""
         ...
@@ -62,7 +76,7 @@ class Kernels(Protocol):
         self,
         x_RD: Tensor,
         dpreact_S2F: Tensor,
-        index_S: Tensor,
+        index_S: Tensor | None,
         offset_X: Tensor,
         *,
         out_X2FD: Tensor,
@@ -75,7 +89,7 @@ class Kernels(Protocol):
         self,
         dout_RD: Tensor,
         gated_act_SF: Tensor,
-        index_S: Tensor,
+        index_S: Tensor | None,
         offset_X: Tensor,
         *,
         out_XDF: Tensor,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nmoe.ops.swiglu import reference as swiglu
 
-__all__ = ["down", "dw2", "dw13", "dx", "gated_backward", "up"]
+__all__ = ["arrange", "down", "dw2", "dw13", "dx", "gated_backward", "up"]
 
 
 def _segments(offset_X: Tensor) -> Iterator[tuple[int, slice]]:
@@ -41,8 +41,19 @@ def _weight_gradient(a_SA: Tensor, b_SB: Tensor, offset_X: Tensor, out_XAB: Tens
         out_XAB[expert] += product.to(out_XAB.dtype)
 
 
-def up(x_RD: Tensor, w13_X2FD: Tensor, index_S: Tensor, offset_X: Tensor) -> tuple[Tensor, Tensor]:
-    preact_S2F = _per_expert(x_RD.index_select(0, index_S), w13_X2FD.transpose(1, 2), offset_X)
+def _in_slots(x_RD: Tensor, index_S: Tensor | None) -> Tensor:
+    return x_RD if index_S is None else x_RD.index_select(0, index_S)
+
+
+def arrange(
+    x_RD: Tensor, index_S: Tensor, slot_RK: Tensor, w13_X2FD: Tensor, *, use: str
+) -> tuple[Tensor, Tensor | None]:
+    del slot_RK, w13_X2FD, use
+    return x_RD, index_S
+
+
+def up(x_RD: Tensor, w13_X2FD: Tensor, index_S: Tensor | None, offset_X: Tensor) -> tuple[Tensor, Tensor]:
+    preact_S2F = _per_expert(_in_slots(x_RD, index_S), w13_X2FD.transpose(1, 2), offset_X)
     return preact_S2F, swiglu.forward(preact_S2F)
 
 
@@ -51,9 +62,14 @@ def down(act_SF: Tensor, w2_XDF: Tensor, offset_X: Tensor) -> Tensor:
 
 
 def gated_backward(
-    dout_RD: Tensor, w2_XDF: Tensor, preact_S2F: Tensor, gate_S: Tensor, index_S: Tensor, offset_X: Tensor
+    dout_RD: Tensor,
+    w2_XDF: Tensor,
+    preact_S2F: Tensor,
+    gate_S: Tensor,
+    index_S: Tensor | None,
+    offset_X: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dact_SF = _per_expert(dout_RD.index_select(0, index_S), w2_XDF, offset_X)  # without the gate
+    dact_SF = _per_expert(_in_slots(dout_RD, index_S), w2_XDF, offset_X)  # without the gate
     act_SF = swiglu.forward(preact_S2F)
     gate_S1 = gate_S.unsqueeze(1)
     dgate_S = (dact_SF.to(gate_S.dtype) * act_SF.to(gate_S.dtype)).sum(dim=1)
@@ -69,22 +85,22 @@ def dx(dpreact_S2F: Tensor, w13_X2FD: Tensor, offset_X: Tensor) -> Tensor:
 def dw13(
     x_RD: Tensor,
     dpreact_S2F: Tensor,
-    index_S: Tensor,
+    index_S: Tensor | None,
     offset_X: Tensor,
     *,
     out_X2FD: Tensor,
     accumulate: bool = False,
 ) -> None:
-    _weight_gradient(dpreact_S2F, x_RD.index_select(0, index_S), offset_X, out_X2FD, accumulate)
+    _weight_gradient(dpreact_S2F, _in_slots(x_RD, index_S), offset_X, out_X2FD, accumulate)
 
 
 def dw2(
     dout_RD: Tensor,
     gated_act_SF: Tensor,
-    index_S: Tensor,
+    index_S: Tensor | None,
     offset_X: Tensor,
     *,
     out_XDF: Tensor,
     accumulate: bool = False,
 ) -> None:
-    _weight_gradient(dout_RD.index_select(0, index_S), gated_act_SF, offset_X, out_XDF, accumulate)
+    _weight_gradient(_in_slots(dout_RD, index_S), gated_act_SF, offset_X, out_XDF, accumulate)

@@ -12,7 +12,7 @@ from torch import Tensor
 from nmoe.ops._cute import products
 from nmoe.ops._cute.products import GemmConfig
 
-__all__ = ["down", "dw2", "dw13", "dx", "gated_backward", "up"]
+__all__ = ["arrange", "down", "dw2", "dw13", "dx", "gated_backward", "up"]
 
 
 def _tile(m: int, n: int, *, cluster: tuple[int, int]) -> GemmConfig:
@@ -46,9 +46,16 @@ def _check(*tensors: Tensor) -> None:
             )
 
 
-def up(x_RD: Tensor, w13_X2FD: Tensor, index_S: Tensor, offset_X: Tensor) -> tuple[Tensor, Tensor]:
+def arrange(
+    x_RD: Tensor, index_S: Tensor, slot_RK: Tensor, w13_X2FD: Tensor, *, use: str
+) -> tuple[Tensor, Tensor | None]:
+    del slot_RK, w13_X2FD, use  # the tensor memory accelerator gathers rows by itself on this chip
+    return x_RD, index_S
+
+
+def up(x_RD: Tensor, w13_X2FD: Tensor, index_S: Tensor | None, offset_X: Tensor) -> tuple[Tensor, Tensor]:
     _check(x_RD, w13_X2FD)
-    slots, (experts, width, _) = index_S.shape[0], w13_X2FD.shape
+    slots, (experts, width, _) = (x_RD if index_S is None else index_S).shape[0], w13_X2FD.shape
     preact_S2F = x_RD.new_empty(slots, width)
     act_SF = x_RD.new_empty(slots, width // 2)
     if slots and x_RD.shape[0]:
@@ -66,10 +73,15 @@ def down(act_SF: Tensor, w2_XDF: Tensor, offset_X: Tensor) -> Tensor:
 
 
 def gated_backward(
-    dout_RD: Tensor, w2_XDF: Tensor, preact_S2F: Tensor, gate_S: Tensor, index_S: Tensor, offset_X: Tensor
+    dout_RD: Tensor,
+    w2_XDF: Tensor,
+    preact_S2F: Tensor,
+    gate_S: Tensor,
+    index_S: Tensor | None,
+    offset_X: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check(dout_RD, w2_XDF, preact_S2F)
-    slots, (experts, _, hidden) = index_S.shape[0], w2_XDF.shape
+    slots, (experts, _, hidden) = preact_S2F.shape[0], w2_XDF.shape
     dpreact_S2F = torch.empty_like(preact_S2F)
     gated_act_SF = preact_S2F.new_empty(slots, hidden)
     if not slots or not dout_RD.shape[0]:
@@ -93,7 +105,7 @@ def dx(dpreact_S2F: Tensor, w13_X2FD: Tensor, offset_X: Tensor) -> Tensor:
 def dw13(
     x_RD: Tensor,
     dpreact_S2F: Tensor,
-    index_S: Tensor,
+    index_S: Tensor | None,
     offset_X: Tensor,
     *,
     out_X2FD: Tensor,
@@ -106,7 +118,7 @@ def dw13(
 def dw2(
     dout_RD: Tensor,
     gated_act_SF: Tensor,
-    index_S: Tensor,
+    index_S: Tensor | None,
     offset_X: Tensor,
     *,
     out_XDF: Tensor,
@@ -117,9 +129,9 @@ def dw2(
 
 
 def _weight_gradient(
-    a_RA: Tensor, b_SB: Tensor, index_S: Tensor, offset_X: Tensor, out_XAB: Tensor, accumulate: bool
+    a_RA: Tensor, b_SB: Tensor, index_S: Tensor | None, offset_X: Tensor, out_XAB: Tensor, accumulate: bool
 ) -> None:
-    if index_S.shape[0] and a_RA.shape[0]:
+    if b_SB.shape[0] and a_RA.shape[0]:
         products.weight_gradient(a_RA, b_SB, index_S, offset_X, out_XAB, _WIDE, accumulate=accumulate)
     elif not accumulate:
         out_XAB.zero_()

@@ -9,11 +9,9 @@ import torch
 from quack.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
 from torch import Tensor
 
-from nmoe.ops._cute.build import enter_context, use_own_folder
+from nmoe.ops._cute.build import enter_context
 
 __all__ = ["backward", "forward"]
-
-use_own_folder()
 
 
 def forward(x_TD: Tensor, weight_D: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:

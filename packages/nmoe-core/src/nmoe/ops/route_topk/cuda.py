@@ -3,7 +3,8 @@
 
 `project` keeps fp32 precision on the bf16 tensor cores: an fp32 operand is the sum of three bf16 numbers (two where
 the result is rounded to bf16), their products with bf16 rows are exact, and the sums are in fp32. Three times the
-FLOP of a bf16 product, but the rows, which are most of the bytes, are read once.
+FLOP of a bf16 product, but the rows, which are most of the bytes, are read once. One kernel makes the pieces, side by
+side in the order in which the products want them.
 
 `route` gives one warp to a token: lane i holds experts i, i + 32, ...; every maximum is a butterfly over the warp, ties
 go to the lowest id, and the load is counted with integer atomics, whose order cannot change a sum. The whole of step
@@ -15,7 +16,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Float32, Int32, const_expr
+from cutlass import BFloat16, Float32, Int32, const_expr
 from torch import Tensor
 
 from nmoe.ops._cute.build import compile_kernel, fake, kernel_cache, sm_count
@@ -28,40 +29,77 @@ _WARPS = _THREADS // 32
 _TINY = 1e-20  # as in the reference
 
 
-def _split(x: Tensor, pieces: int) -> list[Tensor]:
-    """bf16 tensors whose sum is x to 8 bits of mantissa a piece."""
-    if x.dtype == torch.bfloat16:
-        return [x]
-    parts = []
-    rest = x.float()
-    for _ in range(pieces):
-        part = rest.to(torch.bfloat16)
-        rest = rest - part.float()
-        parts.append(part)
-    return parts
+@cute.kernel
+def _pieces_kernel(
+    mX: cute.Tensor, mOut: cute.Tensor, chunks: Int32, order: cutlass.Constexpr[str], width: cutlass.Constexpr[int]
+):
+    tid, _, _ = cute.arch.thread_idx()
+    bid, _, _ = cute.arch.block_idx()
+    item = bid * _THREADS + tid
+    row = item // chunks
+    col = item - row * chunks
+    if row < mX.shape[0]:
+        count = const_expr(int(max(order)) + 1)
+        rRest = cute.make_rmem_tensor((width,), Float32)
+        rPiece = cute.make_rmem_tensor((width, count), BFloat16)
+        cute.autovec_copy(cute.local_tile(mX[row, None], (width,), (col,)), rRest)
+        for p in cutlass.range_constexpr(count):
+            rPiece[None, p].store(rRest.load().to(BFloat16))
+            rRest.store(rRest.load() - rPiece[None, p].load().to(Float32))
+        for j in cutlass.range_constexpr(len(order)):
+            p = const_expr(int(order[j]))
+            cute.autovec_copy(rPiece[None, p], cute.local_tile(mOut[row, j, None], (width,), (col,)))
+
+
+@cute.jit
+def _pieces_entry(
+    mX: cute.Tensor, mOut: cute.Tensor, order: cutlass.Constexpr[str], width: cutlass.Constexpr[int], stream: Any
+):
+    chunks = mX.shape[1] // width
+    _pieces_kernel(mX, mOut, chunks, order, width).launch(
+        grid=[cute.ceil_div(mX.shape[0] * chunks, _THREADS), 1, 1], block=[_THREADS, 1, 1], stream=stream
+    )
+
+
+@kernel_cache
+def pieces_kernel(order: str, width: int) -> Any:
+    x = fake("float32", None, None, align=4 * width)
+    out = fake("bfloat16", None, len(order), None, align=2 * width)
+    return compile_kernel(_pieces_entry, x, out, order, width)
+
+
+def _pieces(x_NM: Tensor, order: str) -> Tensor:
+    """bf16 [N, len(order), M]: numbers whose sum is x to 8 bits of mantissa each, 0 the largest, in the order asked for."""
+    rows, columns = x_NM.shape
+    out = torch.empty(rows, len(order), columns, dtype=torch.bfloat16, device=x_NM.device)
+    if out.numel():
+        pieces_kernel(order, 1 if columns % 4 else 4)(x_NM, out)
+    return out
 
 
 def project(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     if x_TD.dtype != torch.bfloat16:
         return x_TD.float() @ weight_ED.float().t()
-    parts = _split(weight_ED, 3)
-    logits = torch.mm(x_TD, torch.cat(parts).t(), out_dtype=torch.float32)
-    # Smallest first: the sum of the three is then correctly rounded but for one ulp.
-    return logits.view(x_TD.shape[0], len(parts), -1).flip(1).sum(dim=1) if len(parts) > 1 else logits
+    if weight_ED.dtype == torch.bfloat16:
+        return torch.mm(x_TD, weight_ED.t(), out_dtype=torch.float32)
+    experts, width = weight_ED.shape
+    weight = _pieces(weight_ED.view(1, -1), "012").view(3 * experts, width)
+    return torch.mm(x_TD, weight.t(), out_dtype=torch.float32).view(-1, 3, experts).sum(dim=1)
 
 
 def project_backward(dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
     if x_TD.dtype != torch.bfloat16:
         return (dlogits_TE @ weight_ED.float()).to(x_TD.dtype), (dlogits_TE.t() @ x_TD.float()).to(weight_ED.dtype)
-    dlogits = _split(dlogits_TE, 3)
-    weight = _split(weight_ED, 2)
-    # dx is rounded to bf16, so the product of both second pieces is below its last bit.
-    left = [dlogits[0], dlogits[1]] if len(weight) == 1 else [dlogits[0], dlogits[1], dlogits[0]]
-    right = [weight[0], weight[0]] if len(weight) == 1 else [weight[0], weight[0], weight[1]]
-    dx_TD = torch.cat(left, dim=1) @ torch.cat(right)
-    dweight = torch.mm(torch.cat(dlogits, dim=1).t(), x_TD, out_dtype=torch.float32)
-    dweight_ED = dweight.view(len(dlogits), -1, x_TD.shape[1]).flip(0).sum(dim=0)
-    return dx_TD, dweight_ED.to(weight_ED.dtype)
+    (tokens, experts), width = dlogits_TE.shape, x_TD.shape[1]
+    if weight_ED.dtype == torch.bfloat16:  # both results are rounded to bf16: two pieces reach past its last bit
+        dlogits = _pieces(dlogits_TE, "01").view(tokens, -1)
+        left, right, of_weight = dlogits, weight_ED.repeat(2, 1), dlogits
+    else:  # dx = d0 w0 + d1 w0 + d0 w1, the product of both second pieces is below its last bit; dweight of d1, d0, d2
+        dlogits = _pieces(dlogits_TE, "0102").view(tokens, -1)
+        right = _pieces(weight_ED.view(1, -1), "001").view(3 * experts, width)
+        left, of_weight = dlogits[:, : 3 * experts], dlogits[:, experts:]
+    dweight = torch.mm(of_weight.t(), x_TD, out_dtype=torch.float32).view(-1, experts, width).sum(dim=0)
+    return left @ right, dweight.to(weight_ED.dtype)
 
 
 @cute.jit
