@@ -10,6 +10,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
+from torch.distributed.run import get_args_parser
+
+from nmoe.cli import train_parser
+from nmoe.config import load_config
 
 ROOT = Path(__file__).parents[1]
 FILES = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
@@ -109,6 +114,23 @@ def test_image_does_not_run_as_root_and_pins_its_installer(name):
         i for i, (verb, _) in enumerate(verbs) if verb == "ENTRYPOINT"
     )
     assert "uv==" in (ROOT / "docker" / name).read_text()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docker" / "k8s").glob("*.yaml")), ids=lambda path: path.name)
+def test_kubernetes_jobs_run_commands_that_exist_on_configs_that_load(path):
+    jobs = [found for found in yaml.safe_load_all(path.read_text()) if found["kind"] == "Job"]
+    assert jobs
+    for job in jobs:
+        pod = job["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        words = container["command"] + container["args"]
+        options = train_parser().parse_args(words[words.index("nmoe-train") + 1 :])
+        assert load_config(ROOT / options.config, options.overrides).data.train
+        if words[0] == "torchrun":
+            get_args_parser().parse_args(words[1:])
+        mounts = {mount["name"] for mount in container["volumeMounts"]}
+        assert mounts == {volume["name"] for volume in pod["volumes"]}
+        assert pod["securityContext"]["runAsUser"] == 10001, "the user that the image makes"
 
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)#:\s]+)(?:#[^)]*)?\)")

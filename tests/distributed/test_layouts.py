@@ -122,3 +122,11 @@ def test_losses_norms_loads_and_weights_do_not_depend_on_the_layout(tiny, alone,
         np.testing.assert_array_equal(result["loads"], alone["loads"])
     for name, values in joined([alone]).items():
         torch.testing.assert_close(joined(results)[name], values, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(("size", "experts", "micro"), [(2, 1, 2), (2, 2, 2), (4, 2, 1), (4, 4, 2)])
+def test_losses_and_norms_of_fp32_differ_by_rounding(tiny, size, experts, micro):
+    alone = run_ranks(1, train, tiny("train.dtype=fp32", "train.micro_batch_size=8"), 30)[0]
+    config = tiny("train.dtype=fp32", f"parallel.ep={experts}", f"train.micro_batch_size={micro}")
+    found = run_ranks(size, train, config, 30)[0]
+    np.testing.assert_allclose(found["figures"], alone["figures"], rtol=1e-5)

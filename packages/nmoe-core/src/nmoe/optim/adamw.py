@@ -4,7 +4,8 @@
 The parameters themselves are the masters: an update of 1e-4 of a weight's size would round away in bf16. bf16 moments
 halve the optimizer's memory (7.34 B parameters: 29 GB instead of 59) and are rounded stochastically, because rounding to
 nearest would freeze a second moment that changes by less than 1/256 a step (beta2 = 0.999 and up). The random bits are a
-function of (seed, update, parameter), so a resumed run rounds as the uninterrupted one does.
+function of (seed, update, parameter, place in this rank's rows), so a resumed run rounds as the uninterrupted one does;
+with another number of ranks it rounds otherwise, as well.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kills a run at random moments, again and again, and compares what it computed with a run that nobody disturbed.
+
+    uv run python benchmarks/kills.py --kills 20 --ranks 2
+
+Three runs on the CPU: in one a rank is killed (SIGKILL), in one all ranks, in one the launcher, after which the same
+command is given again. A checkpoint is written every other step, so many kills fall into a write. Every figure that the
+arithmetic decides must be that of the undisturbed run, bit for bit. Prints a line for each run; exit status 1 if one differs.
+"""
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "distributed"))
+
+from commands import CONFIG, Command, alive, figures
+
+from nmoe.data.builtin import make_python_docs
+
+STEPS = 240
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
+    options = parser.parse_args()
+    random.seed(options.seed)
+    print(f"seed {options.seed}, {options.ranks} ranks, {STEPS} steps, {options.kills} kills a run", flush=True)
+    with tempfile.TemporaryDirectory() as place:
+        data = make_python_docs(Path(place) / "data")
+        whole = run(Path(place) / "whole", data, "nobody", options, kills=0)
+        expected, differ = figures(whole), 0
+        for victim in ("one rank", "all ranks", "the launcher"):
+            began = time.monotonic()
+            found = run(Path(place) / victim.replace(" ", "-"), data, victim, options, kills=options.kills)
+            equal = figures(found) == expected
+            differ += not equal
+            seconds = time.monotonic() - began
+            print(
+                f"killed {victim}: {options.kills} times, {seconds:.0f} s, bits {'equal' if equal else 'DIFFER'}",
+                flush=True,
+            )
+    return 1 if differ else 0
+
+
+def run(folder: Path, data: Path, victim: str, options: argparse.Namespace, *, kills: int) -> Path:
+    """Trains to the end however often it is killed; the run's folder."""
+    folder.mkdir()
+    text = (
+        CONFIG.replace("DATA", str(data)).replace("steps = 40", f"steps = {STEPS}").replace("every = 4}", "every = 2}")
+    )
+    (folder / "tiny.toml").write_text(text)
+    arguments = ("--nproc", str(options.ranks), "--restarts", "5")
+    done, command = 0, Command(folder, *arguments)
+    while done < kills:
+        command.wait_for_step(min(STEPS - 10, STEPS * done // kills + 1))
+        time.sleep(random.random() * 0.3)
+        ranks = command.ranks()
+        if len(ranks) < options.ranks:
+            continue  # between two starts
+        victims = {"one rank": [random.choice(ranks)], "all ranks": ranks, "the launcher": [command.pid]}[victim]
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        done += 1
+        if victim == "the launcher":
+            command.wait()
+            until = time.monotonic() + 20
+            while any(alive(pid) for pid in ranks):
+                assert time.monotonic() < until, "ranks outlive their launcher"
+                time.sleep(0.01)
+            command = Command(folder, *arguments)
+        else:
+            while set(command.ranks()) & set(ranks):
+                time.sleep(0.01)
+    with command:
+        assert command.wait(1200) == 0, command.errors
+    return command.run
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
