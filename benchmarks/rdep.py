@@ -184,8 +184,8 @@ def parts(at: Setting) -> Iterator[dict]:
     yield row("reduce_push", at, graph_times(lambda: send_back(y, groups, arrivals, exchange=exchange)), remote=remote)
     summing = lambda: give_back.kernels().partial_sum(exchange.results.local, plan.sends)  # noqa: E731
     yield row("partial_sum", at, graph_times(summing))
-    if at.comm.size == 1:
-        yield row("meet", at, graph_times(lambda: exchange.meet(0, Phase.DISPATCH)), note="with itself")
+    note = "with itself" if at.comm.size == 1 else ""
+    yield row("meet", at, graph_times(lambda: exchange.meet(0, Phase.DISPATCH)), note=note)
 
 
 def transfers(at: Setting) -> Iterator[dict]:
@@ -242,6 +242,32 @@ def nccl(at: Setting) -> Iterator[dict]:
     yield row("nccl return", at, event_times(returning, at.align), remote=remote)
 
 
+def vdev(at: Setting) -> Iterator[dict]:
+    """The same as `nccl` by torch's NVSHMEM all-to-all, which reads its counts on the device: rows sorted by expert."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    symmetric.set_backend("NVSHMEM")
+    size, share, world = at.comm.size, at.exchange.experts_per_rank, dist.group.WORLD
+    assert world is not None
+    rows, flat = at.tokens * at.top_k, at.expert.view(-1)
+    sent = symmetric.empty(rows, at.width, dtype=torch.bfloat16, device="cuda")
+    got = symmetric.empty(2 * rows, at.width, dtype=torch.bfloat16, device="cuda")
+    counts = symmetric.empty(size * share, dtype=torch.int64, device="cuda")
+    places = symmetric.empty(2, size * share, dtype=torch.int64, device="cuda")
+    for tensor in (sent, got, counts, places):
+        symmetric.rendezvous(tensor, world.group_name)
+
+    def sending() -> None:
+        order = torch.argsort(flat, stable=True)
+        counts.copy_(torch.bincount(flat, minlength=at.experts))
+        torch.index_select(at.x, 0, order // at.top_k, out=sent)
+        torch.ops.symm_mem.all_to_all_vdev_2d(sent, got, counts, places, world.group_name, None)
+
+    sending()
+    remote = int(counts.view(size, share).sum(dim=1).sum() - counts.view(size, share)[at.comm.rank].sum())
+    yield row("vdev_2d dispatch", at, event_times(sending, at.align), remote=remote * at.width * 2)
+
+
 def layer(comm: Communicator) -> Iterator[dict]:
     """Experts forward and backward across the ranks, against one rank with as many of its own assignments."""
     tokens, width, hidden, experts, top_k = LAYER
@@ -268,9 +294,12 @@ def layer(comm: Communicator) -> Iterator[dict]:
         yield row(name, at, times, note=f"F={hidden}, {flop / statistics.median(times) / 1e6:.0f} TFLOP/s a GPU")
 
 
-def measure(comm: Communicator, shape: tuple[int, int, int, int]) -> Iterator[dict]:
+def measure(comm: Communicator, shape: tuple[int, int, int, int], *, with_vdev: bool) -> Iterator[dict]:
     """All lines of one shape but the layer's."""
     at = Setting.of(shape, comm)
+    if with_vdev:
+        yield from vdev(at)
+        return
     yield from parts(at)
     if comm.size > 1:
         yield from transfers(at)
@@ -285,13 +314,13 @@ def work(rank: int, size: int, store: str, options: argparse.Namespace) -> None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= size else "gloo"
         dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
     rows = []
-    cases = [SHAPES[options.shape]] if options.shape is not None else [*SHAPES, None]
+    cases = [SHAPES[options.shape]] if options.shape is not None else [*SHAPES, *([] if options.vdev else [None])]
     for shape in cases:
         comm: Communicator = Local("cuda")
         if size > 1:
             assert dist.group.WORLD is not None
             comm = Ipc(dist.group.WORLD, torch.device("cuda"))
-        for line in layer(comm) if shape is None else measure(comm, shape):
+        for line in layer(comm) if shape is None else measure(comm, shape, with_vdev=options.vdev):
             if rank == 0:
                 rows.append(line)
                 print("  ".join(f"{value}" for value in line.values() if value != ""), flush=True)
@@ -331,6 +360,9 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, help="processes; default: one a GPU")
     parser.add_argument("--csv", type=Path, help="file for the results")
     parser.add_argument("--shape", type=int, choices=range(len(SHAPES)), help="only this shape, and no layer")
+    parser.add_argument(
+        "--vdev", action="store_true", help="only torch's all_to_all_vdev_2d, which needs NVSHMEM and NCCL"
+    )
     parser.add_argument("--plot", type=Path, metavar="CSV", help="draw a file of results, measure nothing")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)

@@ -198,6 +198,12 @@ def test_two_ranks(check, tmp_path):
         assert status == 0, text[-4000:]
 
 
+@pytest.mark.multi_gpu
+def test_two_ranks_beside_gathers_of_nccl(tmp_path):
+    for status, text in ranks("gathers", tmp_path):
+        assert status == 0, text[-4000:]
+
+
 def test_a_rank_that_does_not_come_is_named_and_all_end(tmp_path):
     began = time.monotonic()
     (first, said), (second, _) = ranks("lost", tmp_path)
