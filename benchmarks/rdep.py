@@ -46,7 +46,7 @@ SHAPES = [  # T, D, K, E
     (128, 7168, 8, 256),
 ]
 LAYER = (32768, 2048, 1408, 64, 6)  # T, D, F, E, K
-BLOCKS = (4, 8, 16, 24, 32, 48, 64, 132)
+BLOCKS = (4, 8, 12, 13, 14, 15, 16, 20, 24, 32, 64, 132)
 FIELDS = ("what", "T", "D", "K", "E", "ranks", "gpus", "blocks", "us", "p99_us", "remote_bytes", "remote_gb_s", "note")
 
 
@@ -249,11 +249,11 @@ def vdev(at: Setting) -> Iterator[dict]:
     symmetric.set_backend("NVSHMEM")
     size, share, world = at.comm.size, at.exchange.experts_per_rank, dist.group.WORLD
     assert world is not None
-    rows, flat = at.tokens * at.top_k, at.expert.view(-1)
-    sent = symmetric.empty(rows, at.width, dtype=torch.bfloat16, device="cuda")
-    got = symmetric.empty(2 * rows, at.width, dtype=torch.bfloat16, device="cuda")
-    counts = symmetric.empty(size * share, dtype=torch.int64, device="cuda")
-    places = symmetric.empty(2, size * share, dtype=torch.int64, device="cuda")
+    rows, flat, here = at.tokens * at.top_k, at.expert.view(-1), at.x.device
+    sent = symmetric.empty(rows, at.width, dtype=torch.bfloat16, device=here)
+    got = symmetric.empty(2 * rows, at.width, dtype=torch.bfloat16, device=here)
+    counts = symmetric.empty(size * share, dtype=torch.int64, device=here)
+    places = symmetric.empty(2, size * share, dtype=torch.int64, device=here)
     for tensor in (sent, got, counts, places):
         symmetric.rendezvous(tensor, world.group_name)
 
@@ -286,7 +286,7 @@ def layer(comm: Communicator) -> Iterator[dict]:
         torch.autograd.grad(function(*leaves, *rest), leaves, dout)
 
     flop = 18 * tokens * top_k * hidden * width
-    cases: dict[str, tuple] = {"layer across": (ExpertsAcross.apply, [x, gate, *across], at.expert, at.exchange, 0)}
+    cases: dict[str, tuple] = {"layer across": (ExpertsAcross.apply, [x, gate, *across], at.expert, True, at.exchange, 0)}
     if own is not None:
         cases["layer alone"] = (ExpertsHere.apply, [x, gate, *here], own)
     for name, (function, leaves, *rest) in cases.items():

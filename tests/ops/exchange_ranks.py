@@ -94,10 +94,12 @@ class Problem:
         parts = (self.x[own], self.gate[own], self.w13[held], self.w2[held])
         return [part.detach().clone().requires_grad_() for part in parts]
 
-    def across(self, exchange: Exchange, leaves: list[Tensor], expert: Tensor | None = None) -> list[Tensor]:
-        """Output and gradients of this rank."""
+    def across(
+        self, exchange: Exchange, leaves: list[Tensor], expert: Tensor | None = None, *, keep: bool = True
+    ) -> list[Tensor]:
+        """Output and gradients of this rank; ``keep`` is whether pre-activations are kept or computed again."""
         own = self.rows(exchange.comm.rank)
-        out = ExpertsAcross.apply(*leaves, self.expert[own] if expert is None else expert, exchange, 0)
+        out = ExpertsAcross.apply(*leaves, self.expert[own] if expert is None else expert, keep, exchange, 0)
         return [out.detach(), *torch.autograd.grad(out, leaves, self.dout[own])]
 
 
@@ -147,12 +149,13 @@ def check_layer(group: dist.ProcessGroup) -> None:
         leaves = problem.leaves(comm)
         comm.barrier()
         runs = []
-        for _ in range(2):
+        for keep in (True, True, False):
             poison()
-            runs.append(problem.across(exchange, leaves))
-        for name, first, second in zip(NAMES, *runs, strict=True):
+            runs.append(problem.across(exchange, leaves, keep=keep))
+        for name, first, second, again in zip(NAMES, *runs, strict=True):
             part = held if name.startswith("dw") else own
             assert torch.equal(first, second), f"{name} of {tokens_P}: two runs differ"
+            assert torch.equal(first, again), f"{name} of {tokens_P}: recomputation differs"
             if first.numel():
                 far, near = error(first, truth[name][part]), error(plain[name][part], truth[name][part])
                 print(f"{tokens_P} {name}: {far:.2e}, one rank {near:.2e}")
@@ -213,8 +216,8 @@ def check_delays(group: dist.ProcessGroup) -> None:
     for number in range(DELAYED):
         if int(torch.randint(3, (), generator=random)) == 0:
             torch.cuda._sleep(int(torch.randint(2_000_000, (), generator=random)))
-        first = ExpertsAcross.apply(*leaves, problem.expert[own], exchange, 0)
-        second = ExpertsAcross.apply(*leaves, problem.expert[own], exchange, 1)
+        first = ExpertsAcross.apply(*leaves, problem.expert[own], True, exchange, 0)
+        second = ExpertsAcross.apply(*leaves, problem.expert[own], True, exchange, 1)
         grads = torch.autograd.grad(first, leaves, problem.dout[own])
         for one, other in zip(wanted, (first, *grads), strict=True):
             mismatches += (one != other).sum()

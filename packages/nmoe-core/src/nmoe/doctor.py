@@ -45,13 +45,13 @@ class Demand:
         ranks: of an expert-parallel group.
         comm: communicator by name (`parallel.comm`, auto decided); empty where nothing asks for one.
         symmetric_bytes: that a rank shares with its peers.
-        state_bytes: of master values, gradients and moments over all ranks.
+        peak_bytes: of a rank at the moment of most (`nmoe-train --dry-run` says what they are).
     """
 
     ranks: int = 1
     comm: str = ""
     symmetric_bytes: int = 0
-    state_bytes: int = 0
+    peak_bytes: int = 0
 
 
 def demand_of(config: Config | None, *, gpus: int) -> Demand:
@@ -59,7 +59,7 @@ def demand_of(config: Config | None, *, gpus: int) -> Demand:
     if config is None:
         return Demand()
     from nmoe.rdep.size import shared_bytes
-    from nmoe.train.plan import make_plan
+    from nmoe.train.memory import plan_memory
 
     ranks, comm = config.parallel.ep or math.gcd(max(gpus, 1), config.moe.num_experts), config.parallel.comm
     if comm == "auto":
@@ -68,7 +68,7 @@ def demand_of(config: Config | None, *, gpus: int) -> Demand:
         ranks=ranks,
         comm=comm,
         symmetric_bytes=shared_bytes(config, ranks=ranks),
-        state_bytes=int(make_plan(config).state_bytes),
+        peak_bytes=plan_memory(config, kernels=config.train.dtype == "bf16", ranks=max(gpus, 1)).peak,
     )
 
 
@@ -214,23 +214,22 @@ def _kernels(gpus: list[_Gpu], demand: Demand) -> Iterator[Finding]:
         lacking = [op for op in registry.op_names() if registry.source_file(op, on=arch) is None]
         if lacking:
             text = f"none for {', '.join(lacking)} on {arch.name}; NMOE_ARCH=reference runs plain torch instead"
-            yield Finding(mark="no" if demand.state_bytes else "--", subject="kernels", text=text)
+            yield Finding(mark="no" if demand.peak_bytes else "--", subject="kernels", text=text)
         else:
             yield Finding(mark="ok", subject="kernels", text=f"every op has its file for {arch.name}")
 
 
 def _memory(gpus: list[_Gpu], demand: Demand) -> Iterator[Finding]:
-    if not demand.state_bytes:
+    if not demand.peak_bytes:
         return
-    # As if all state were that of experts, which ranks divide: dense layers and copies of the experts come on top.
-    each = demand.state_bytes / demand.ranks + demand.symmetric_bytes
     free = min(gpu.free for gpu in gpus)
-    text = f"at least {_size(demand.state_bytes / demand.ranks)} of state, {_size(demand.symmetric_bytes)} shared with peers"
-    if each > free:
-        text += f", {_size(free)} free; more expert-parallel ranks divide the experts' state"
+    text = f"{_size(demand.peak_bytes)} at the moment of most and {_size(demand.symmetric_bytes)} shared with peers, "
+    text += f"{_size(free)} free"
+    if demand.peak_bytes + demand.symmetric_bytes > free:
+        text += "; set train.micro_batch_size lower or train.recompute, or use more ranks (nmoe-train --dry-run counts them)"
         yield Finding(mark="no", subject="memory", text=text)
     else:
-        yield Finding(mark="ok", subject="memory", text=f"{text}, {_size(free)} free; activations come on top")
+        yield Finding(mark="ok", subject="memory", text=text)
 
 
 def _links(count: int) -> Iterator[Finding]:

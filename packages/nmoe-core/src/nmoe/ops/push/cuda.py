@@ -3,11 +3,17 @@
 
 A warp takes every so manieth token. It holds a ring of rows in shared memory: rows ahead are being loaded while those
 behind are being stored, by one bulk store for each owner, so a row is read once however many owners it has. No thread
-touches a row's bytes; what limits the speed is how many bytes are in flight, about 190 KB a multiprocessor.
+touches a row's bytes.
 
-Roofline, T=32768 D=2048 K=6 P=2 in bf16: 132 MB over the link (0.40 ms at 330 GB/s), 0.4 GB of memory traffic at each rank.
+How many multiprocessors (H200, measured): one stores 50 GB/s, whether rows have 4 or 14 KiB, ring of 16 KiB or 192, memory its own
+or a peer's. A link takes about 350 GB/s, and it takes them best when it is asked for little more: at P=2, where half of what
+is stored crosses it, 16 blocks that ask for 368 get 348, 16 that ask for 412 get 308, 24 get 300, and only 64 and more
+get 350 to 364 again. So just as many blocks are launched as the link can feed on.
+
+Roofline, T=32768 D=2048 K=6 P=2 in bf16: 132 MB over the link (0.38 ms at 350 GB/s), 0.4 GB of memory traffic at each rank.
 """
 
+import math
 from typing import Any
 
 import cutlass
@@ -16,6 +22,7 @@ import torch
 from cutlass import Int32, Int64
 from torch import Tensor
 
+from nmoe import arch
 from nmoe.comm.remote import Board, Remote
 from nmoe.ops._cute.build import compile_kernel, fake, kernel_cache
 from nmoe.ops._cute.remote import bulk_load, bulk_store
@@ -24,7 +31,8 @@ from nmoe.ops.push import HEADER_WORDS
 
 __all__ = ["launch_push", "push", "push_records"]
 
-_BLOCKS = 24  # multiprocessors that a push may take from what runs beside it
+_STORE_GB_S = 50  # of one multiprocessor
+_LINK_GB_S = {"sm90a": 350, "sm100a": 700}  # each way; sm100a: not measured, from what others report of B200
 _RING_BYTES = 192 << 10
 _WARPS = 4
 _RECORD_THREADS = 128
@@ -267,8 +275,14 @@ def records_kernel(top_k: int, ranks: int) -> Any:
     )
 
 
+def _blocks(ranks: int) -> int:
+    """Multiprocessors that fill the link when rows go to all ranks alike, so that (P - 1) / P of them cross it."""
+    crossing = _STORE_GB_S * max(ranks - 1, 1) / ranks
+    return math.ceil(_LINK_GB_S[arch.current().name] / crossing)
+
+
 def push(x_TD: Tensor, sends: Sends, count_PP2: Tensor, *, rows: Remote) -> None:
-    launch_push(x_TD, sends, count_PP2, rows=rows, blocks=_BLOCKS)
+    launch_push(x_TD, sends, count_PP2, rows=rows, blocks=_blocks(rows.size))
 
 
 def launch_push(x_TD: Tensor, sends: Sends, count_PP2: Tensor, *, rows: Remote, blocks: int) -> None:
