@@ -286,7 +286,9 @@ def layer(comm: Communicator) -> Iterator[dict]:
         torch.autograd.grad(function(*leaves, *rest), leaves, dout)
 
     flop = 18 * tokens * top_k * hidden * width
-    cases: dict[str, tuple] = {"layer across": (ExpertsAcross.apply, [x, gate, *across], at.expert, True, at.exchange, 0)}
+    cases: dict[str, tuple] = {
+        "layer across": (ExpertsAcross.apply, [x, gate, *across], at.expert, True, at.exchange, 0)
+    }
     if own is not None:
         cases["layer alone"] = (ExpertsHere.apply, [x, gate, *here], own)
     for name, (function, leaves, *rest) in cases.items():
