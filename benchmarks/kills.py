@@ -23,7 +23,7 @@ from commands import CONFIG, Command, alive, figures
 
 from nmoe.data.builtin import make_python_docs
 
-STEPS = 240
+STEPS = 80
 
 
 def main() -> int:

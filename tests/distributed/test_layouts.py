@@ -115,7 +115,7 @@ LAYOUTS = [
 @pytest.mark.parametrize(("size", "experts", "micro", "gather"), LAYOUTS, ids=lambda value: str(value))
 def test_losses_norms_loads_and_weights_do_not_depend_on_the_layout(tiny, alone, size, experts, micro, gather):
     config = tiny(f"parallel.ep={experts}", f"train.micro_batch_size={micro}", f'parallel.gather="{gather}"')
-    results = run_ranks(size, train, config, STEPS)
+    results = run_ranks(size, train, config, STEPS, timeout_s=2.0 * STEPS + 240.0)
     for result in results:
         np.testing.assert_array_equal(result["figures"], results[0]["figures"], err_msg="ranks see one step")
         np.testing.assert_allclose(result["figures"], alone["figures"], rtol=1e-9)

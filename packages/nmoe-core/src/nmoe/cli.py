@@ -141,6 +141,8 @@ def _train(options: argparse.Namespace) -> int:
     for name, least in (("nproc", 1), ("restarts", 0)):
         if (number := getattr(options, name)) is not None and number < least:
             raise ConfigError(f"--{name} {number}: expected {least} or more")
+    if options.profile and (options.nproc or 1) > 1:
+        raise ConfigError(f"--profile looks at one process; leave out --nproc {options.nproc}")
     place = Path(options.profile or config.run.root)
     _refuse_unwritable(place, what="--profile" if options.profile else "run.root")
     # Read when PyTorch loads its OpenMP. Threads that spin while they wait starve others where cores are shared: beside a

@@ -72,6 +72,10 @@ def launch(config: Config, *, nproc: int | None, restarts: int, fresh: bool) -> 
     size = _ranks_here(nproc)
     if size == 1:
         return _end(train(config, fresh=fresh, bar=set_up_logging()))
+    if torch.cuda.is_initialized():  # never in a command of its own
+        raise EnvironmentFault(
+            "this process uses CUDA already, so that its ranks could not; start nmoe-train as a command"
+        )
     return _launch_here(config, size, nproc=nproc, restarts=restarts, fresh=fresh)
 
 

@@ -39,6 +39,7 @@ from nmoe.train.setup import (
     checkpoint_tensors,
     choose_device,
     log_device,
+    log_ranks,
     restore,
     start_from,
 )
@@ -180,6 +181,7 @@ class _Run:
     def _build(self) -> None:
         config, checkpoint = self.config, self.folder.checkpoint
         log_device(self.ranks.device)
+        log_ranks(self.ranks, gather=config.parallel.gather)
         self.parts: Parts = build(config, self.ranks)
         if checkpoint:
             self.progress = restore(self.parts, checkpoint)

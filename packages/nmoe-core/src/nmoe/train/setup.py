@@ -30,7 +30,17 @@ from nmoe.train.memory import plan_memory
 from nmoe.train.ranks import Ranks, world_of
 from nmoe.train.shard import shard
 
-__all__ = ["Parts", "Progress", "build", "checkpoint_tensors", "choose_device", "log_device", "restore", "start_from"]
+__all__ = [
+    "Parts",
+    "Progress",
+    "build",
+    "checkpoint_tensors",
+    "choose_device",
+    "log_device",
+    "log_ranks",
+    "restore",
+    "start_from",
+]
 
 _log = logging.getLogger(__name__)
 _ROOM = 0.92  # of a GPU's memory that a plan may fill before what is only convenient has to go
@@ -109,6 +119,13 @@ def _own_device() -> torch.device:
         )
     torch.cuda.set_device(place)
     return torch.device("cuda", place)
+
+
+def log_ranks(ranks: Ranks, *, gather: str) -> None:
+    """Logs how several ranks share the work; nothing for one."""
+    if ranks.mesh:
+        share = f"experts shared by {ranks.expert_size}, held {ranks.data_size} times"
+        _log.info("%d ranks, %s; dense parameters in rows over all, gathered once a %s", ranks.size, share, gather)
 
 
 def log_device(device: torch.device) -> None:
