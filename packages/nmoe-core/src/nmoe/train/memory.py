@@ -268,8 +268,8 @@ def plan_memory(config: Config, *, kernels: bool, ranks: int = 1) -> Memory:
     Args:
         config: the config; `train.micro_batch_size` is one rank's.
         kernels: whether the ops are kernels (True) or plain torch (False).
-        ranks: that share master values, gradients and moments evenly. Each gathers two layers' dense weights at a time;
-            rows spread evenly over the experts. The buffers of RDEP come on top.
+        ranks: that share master values, gradients and moments evenly, and gather two layers' weights at a time; rows
+            spread evenly over the experts. The buffers of RDEP come on top.
     """
     s = _widths(config, kernels=kernels, ranks=ranks)
     kept = kept_activations(config, kernels=kernels, ranks=ranks)
@@ -279,7 +279,7 @@ def plan_memory(config: Config, *, kernels: bool, ranks: int = 1) -> Memory:
     moments = width * sum(
         _moments(name, shape, config) * math.prod(shape) for name, shape in parameter_shapes(config).items()
     )
-    gathered = 0 if ranks == 1 else 2 * (s.a + s.m) * _largest_dense_layer(config)
+    gathered = 0 if ranks == 1 else _gathered(config, s, copies=ranks > s.ep)
 
     def at(moment: str, *, gradients: int, activations: int, working: int) -> Memory:
         return Memory(
@@ -314,12 +314,20 @@ def _moments(name: str, shape: tuple[int, ...], config: Config) -> int:
     return 1 if muon else 2
 
 
-def _largest_dense_layer(config: Config) -> int:
-    layers = range(config.model.num_layers)
-    return max(
+def _gathered(config: Config, s: _Widths, *, copies: bool) -> int:
+    """Weights of others that a rank holds at a time (`nmoe.train.shard`), and the dense gradients of the layer it is in.
+
+    Embedding and head stay whole in the masters' dtype; two layers' dense weights are there in the activations' dtype,
+    and their experts, where other ranks have the same ones, in the masters'.
+    """
+    model, moe = config.model, config.moe
+    tables = (1 if model.tie_embeddings else 2) * model.vocab_size * model.hidden_size * s.m
+    dense = max(
         sum(math.prod(shape) for name, shape in _layer_shapes(config, layer).items() if ".experts." not in name)
-        for layer in layers
+        for layer in range(model.num_layers)
     )
+    experts = 3 * moe.num_experts // s.ep * model.hidden_size * moe.expert_size * s.m
+    return tables + dense * (3 * s.a + s.m) + (2 * experts if copies else 0)
 
 
 def recompute_choices(config: Config) -> Iterator[Config]:
