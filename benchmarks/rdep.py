@@ -315,7 +315,10 @@ def work(rank: int, size: int, store: str, options: argparse.Namespace) -> None:
     if size > 1:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= size else "gloo"
         dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
-    rows = []
+    table = None
+    if rank == 0 and options.csv:
+        table = csv.DictWriter(options.csv.open("w", newline="", buffering=1), FIELDS, lineterminator="\n")
+        table.writeheader()
     cases = [SHAPES[options.shape]] if options.shape is not None else [*SHAPES, *([] if options.vdev else [None])]
     for shape in cases:
         comm: Communicator = Local("cuda")
@@ -323,16 +326,12 @@ def work(rank: int, size: int, store: str, options: argparse.Namespace) -> None:
             assert dist.group.WORLD is not None
             comm = Ipc(dist.group.WORLD, torch.device("cuda"))
         for line in layer(comm) if shape is None else measure(comm, shape, with_vdev=options.vdev):
+            if table:
+                table.writerow(line)
             if rank == 0:
-                rows.append(line)
                 print("  ".join(f"{value}" for value in line.values() if value != ""), flush=True)
         comm.close()
         torch.cuda.empty_cache()
-    if rank == 0 and options.csv:
-        with options.csv.open("w", newline="") as file:
-            table = csv.DictWriter(file, FIELDS)
-            table.writeheader()
-            table.writerows(rows)
 
 
 def plot(path: Path) -> None:
@@ -341,18 +340,24 @@ def plot(path: Path) -> None:
 
     with path.open(newline="") as file:
         lines = list(csv.DictReader(file))
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5))
     for shape in dict.fromkeys((line["T"], line["D"], line["K"]) for line in lines):
         here = [line for line in lines if (line["T"], line["D"], line["K"]) == shape]
-        pushes = [(int(line["blocks"]), float(line["note"].split()[0])) for line in here if line["what"] == "push"]
-        left.plot(*zip(*pushes, strict=True), marker="o", label="T={} D={} K={}".format(*shape))
-        bars = [
-            (line["what"], float(line["us"])) for line in here if "dispatch" in line["what"] or "return" in line["what"]
+        linked = all(line["remote_gb_s"] for line in here if line["what"] == "push")
+        pushes = [
+            (int(line["blocks"]), float(line["remote_gb_s"] if linked else line["note"].split()[0]))
+            for line in here
+            if line["what"] == "push"
         ]
-        right.barh([f"{what} T={shape[0]} D={shape[1]}" for what, _ in bars], [us for _, us in bars])
-    left.set(xlabel="blocks", ylabel="GB/s stored", title="push")
+        left.plot(*zip(*pushes, strict=True), marker=".", label="T={} D={} K={}".format(*shape))
+        bars = [(line["what"], float(line["us"])) for line in here if line["what"].endswith(("dispatch", "return"))]
+        right.barh(
+            [f"{what}, T={shape[0]} D={shape[1]}" for what, _ in reversed(bars)], [us for _, us in reversed(bars)]
+        )
+    left.set(xlabel="blocks", ylabel="GB/s over the link", title="push", ylim=0, xscale="log")
     left.legend()
-    right.set(xlabel="µs", title="dispatch and return")
+    right.set(xlabel="µs", title="dispatch and return", xscale="log")
+    right.tick_params(labelsize=7)
     figure.tight_layout()
     figure.savefig(path.with_suffix(".svg"))
 
