@@ -310,7 +310,9 @@ def trainer(folder: Path) -> None:
                 tab.goto(f"{address}/{page}?run=watched")
             tabs[0].wait_for_timeout(8000)
             faulty = "[data-testid=stException], [data-testid=stAlertContentError]"
-            faults += sum(tab.locator(faulty).count() for tab in tabs)
+            found = [text for tab in tabs for text in tab.locator(faulty).all_inner_texts()]
+            faults += len(found)
+            print(*found, sep="\n", end="\n" if found else "")
             for tab in tabs:
                 tab.close()
             phases.put("alone")
