@@ -130,3 +130,12 @@ def test_losses_and_norms_of_fp32_differ_by_rounding(tiny, size, experts, micro)
     config = tiny("train.dtype=fp32", f"parallel.ep={experts}", f"train.micro_batch_size={micro}")
     found = run_ranks(size, train, config, 30)[0]
     np.testing.assert_allclose(found["figures"], alone["figures"], rtol=1e-5)
+
+
+def test_recomputation_changes_nothing_where_ranks_share_experts_and_shards(tiny, alone):
+    """Four ranks, two an expert: backward gathers and travels as often as before, and every number is the same."""
+    config = tiny('train.recompute=["experts", "mlp", "attention"]', "parallel.ep=2", "train.micro_batch_size=2")
+    results = run_ranks(4, train, config, 6, timeout_s=240.0)
+    for result in results:
+        np.testing.assert_allclose(result["figures"], alone["figures"][:6], rtol=1e-9)
+        np.testing.assert_array_equal(result["loads"], alone["loads"][:6])
