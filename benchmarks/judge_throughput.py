@@ -5,7 +5,8 @@
 
 latency: a server that takes 2 s, 256 requests in flight; at best 128 documents/s. The start is included.
 saturation: a server that answers at once; documents/s of the judge beside requests/s of the bare `openai` client that
-sends the same bodies, with both of its transports, in the same run.
+sends the same bodies, with both of its transports, in the same run. On a machine that does other work the processor time
+of the client is the fairer figure; it is printed with each.
 memory: peak resident memory above the imports for a corpus of 2 GB.
 """
 
@@ -30,9 +31,9 @@ ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 MEASURE = (
     "import resource, sys; from hydra_judge import cli, tables, backends; import hydra_judge.backends.openai, pyarrow.parquet; "
-    "base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; sys.argv[0] = 'hydra-judge'\n"
+    "base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; sys.argv[0] = 'hydra-judge'; import time; cpu = time.process_time()\n"
     "try: cli.main()\n"
-    "finally: print('MEMORY', base, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    "finally: print('MEMORY', base, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 'CPU', time.process_time() - cpu)"
 )
 
 
@@ -55,29 +56,33 @@ def write_corpus(path: Path, count: int, *, size: int = 1500) -> None:
             stream.write(json.dumps({"id": f"d{number}", "text": text(number, size=size)}) + "\n")
 
 
-def judge(corpus: Path, url: str, folder: Path, concurrency: int) -> tuple[float, str]:
-    """Seconds that a run takes as it accounts for them (start of the process excluded), and what it printed."""
+def judge(corpus: Path, url: str, folder: Path, concurrency: int) -> tuple[float, float, float]:
+    """Seconds that a run takes as it accounts for them (imports excluded), of these its processor time, MiB above the imports."""
     arguments = [
         "score", str(corpus), "--rubric", "educational", "--base-url", url, "--model", "m", "--answer", "json_schema",
         "--concurrency", str(concurrency), "--output", str(folder / "out"), "--cache", str(folder / "cache.sqlite"), "--quiet",
     ]  # fmt: skip
     done = subprocess.run([sys.executable, "-c", MEASURE, *arguments], check=True, capture_output=True, text=True)
-    return json.loads((folder / "out" / "runs.jsonl").read_text())["seconds"], done.stdout
+    found = re.search(r"MEMORY (\d+) (\d+) CPU ([\d.]+)", done.stdout)
+    assert found
+    seconds = json.loads((folder / "out" / "runs.jsonl").read_text())["seconds"]
+    return seconds, float(found[3]), (int(found[2]) - int(found[1])) / 1024
 
 
 def latency(folder: Path) -> None:
     server, url = start_server("--latency", "2")
     count = 256 * 30
     write_corpus(folder / "corpus.jsonl", count)
-    seconds, _ = judge(folder / "corpus.jsonl", url, folder, 256)
+    seconds, cpu, _ = judge(folder / "corpus.jsonl", url, folder, 256)
     server.kill()
     print(
-        f"latency: {count / seconds:.1f} documents/s of 128 ({count / seconds / 128:.1%}), {count} documents, 2 s, 256 in flight"
+        f"latency: {count / seconds:.1f} documents/s of 128 ({count / seconds / 128:.1%}), {count} documents, 2 s, 256 in flight; "
+        f"{cpu / count * 1e3:.2f} ms of processor a document"
     )
 
 
-async def bare(url: str, bodies: list[dict], concurrency: int, client: httpx2.AsyncClient) -> float:
-    """Requests per second of the client alone."""
+async def bare(url: str, bodies: list[dict], concurrency: int, client: httpx2.AsyncClient) -> tuple[float, float]:
+    """Requests per second of the client alone, and seconds of processor a request."""
     api = openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0, http_client=client)
     left = iter(bodies)
 
@@ -85,11 +90,11 @@ async def bare(url: str, bodies: list[dict], concurrency: int, client: httpx2.As
         for body in left:
             await api.chat.completions.create(**body)
 
-    began = time.monotonic()
+    began, cpu = time.monotonic(), time.process_time()
     await asyncio.gather(*[work() for _ in range(concurrency)])
-    seconds = time.monotonic() - began
+    seconds, cpu = time.monotonic() - began, time.process_time() - cpu
     await api.close()
-    return len(bodies) / seconds
+    return len(bodies) / seconds, cpu / len(bodies)
 
 
 def saturation(folder: Path) -> None:
@@ -112,24 +117,27 @@ def saturation(folder: Path) -> None:
         ),
     }
     write_corpus(folder / "corpus.jsonl", count)
-    seconds, _ = judge(folder / "corpus.jsonl", url, folder, concurrency)
+    seconds, cpu, _ = judge(folder / "corpus.jsonl", url, folder, concurrency)
     server.kill()
-    for name, rate in rates.items():
-        print(f"saturation: bare client, {name} transport: {rate:.0f} requests/s")
-    rate = count / seconds
-    print(f"saturation: hydra-judge: {rate:.0f} documents/s, {rate / max(rates.values()):.1%} of the best bare client")
+    for name, (rate, each) in rates.items():
+        print(
+            f"saturation: bare client, {name} transport: {rate:.0f} requests/s, {each * 1e3:.2f} ms of processor each"
+        )
+    rate, each = count / seconds, cpu / count
+    best, least = max(rate for rate, _ in rates.values()), min(each for _, each in rates.values())
+    print(
+        f"saturation: hydra-judge: {rate:.0f} documents/s, {each * 1e3:.2f} ms of processor each: "
+        f"{rate / best:.1%} of the best bare client, {least / each:.1%} by processor time"
+    )
 
 
 def memory(folder: Path) -> None:
     server, url = start_server()
     write_corpus(folder / "corpus.jsonl", 2000, size=1 << 20)
     size = (folder / "corpus.jsonl").stat().st_size
-    _, said = judge(folder / "corpus.jsonl", url, folder, 64)
+    _, cpu, above = judge(folder / "corpus.jsonl", url, folder, 64)
     server.kill()
-    found = re.search(r"MEMORY (\d+) (\d+)", said)
-    assert found
-    base, peak = int(found[1]) / 1024, int(found[2]) / 1024
-    print(f"memory: {peak - base:.0f} MiB above the {base:.0f} MiB of the imports, for {size / 1e9:.2f} GB")
+    print(f"memory: {above:.0f} MiB above the imports, for {size / 1e9:.2f} GB ({cpu:.0f} s of processor)")
 
 
 def main() -> None:

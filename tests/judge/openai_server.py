@@ -100,7 +100,9 @@ def complete(state: State, body: dict[str, Any], fault: str = "") -> tuple[int, 
     if refusal:
         return refusal
     messages = body["messages"]
-    found = _DOCUMENT.search(messages[1]["content"])
+    # Behind the first question there may be attempts, before a question of one word there may be examples.
+    asked = messages[-1 if body.get("logprobs") else 1]["content"]
+    found = _DOCUMENT.search(asked)
     if not found:
         return 400, {"error": {"message": "no document", "type": "invalid_request_error", "code": None}}
     fence, text = found.groups()
@@ -116,6 +118,7 @@ def complete(state: State, body: dict[str, Any], fault: str = "") -> tuple[int, 
         points = float(max(int(one or other) for one, other in told))
     if body.get("logprobs"):
         share = min(max(points / 5, 0.001), 0.999)
+        share = 1 - share if "Is this junk" in asked else share
         return 200, _completion(messages, "Yes" if share >= 0.5 else "No", p_yes=share)
     if fault in ANSWER_FAULTS and fault not in HARMLESS:
         if state.bad_answers[fence] >= state.options.bad_answers:

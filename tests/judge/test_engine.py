@@ -185,11 +185,15 @@ def test_the_answer_form_is_found_by_asking(dialect, form, tmp_path, serve, scor
     assert [one["score"] for one in scored()] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-def test_p_yes_scores_by_probability(serve, score, scored, corpus):
+def test_p_yes_scores_by_probability(serve, score, hydra, scored, corpus):
     corpus(count=6)
     server = serve("--dialect", "logprobs_only")
     score(server, "corpus.jsonl", "--answer", "p_yes")
     assert [one["score"] for one in scored()] == pytest.approx([0.005, 1, 2, 3, 4, 4.995], abs=1e-4)
+    asked = ("--base-url", server.url, "--model", "test-model", "--answer", "p_yes", "--rubric", "small", "--quiet")
+    hydra("score", "corpus.jsonl", *asked, "--output", "both")
+    assert [one["score"] for one in scored("both")] == pytest.approx([0.005, 1, 2, 3, 4, 4.995], abs=1e-4)
+    assert server.stats()["requests"] == 6 + 12  # the question and its opposite
     assert "no usable answer in any form" in score(server, "corpus.jsonl", output="other", expect=2).stderr
 
 

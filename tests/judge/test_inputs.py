@@ -4,6 +4,8 @@
 import gzip
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow
@@ -111,3 +113,28 @@ def test_two_files_of_one_name_are_told_apart(tmp_path, serve, score, scored):
         (tmp_path / folder / "x.jsonl").write_bytes(GOOD)
     score(serve(), "one/x.jsonl", "two/x.jsonl", "one/*.jsonl")
     assert [one["source"] for one in scored()] == ["one/x.jsonl", "two/x.jsonl"]
+
+
+def test_a_data_set_of_a_hub_is_read_over_its_protocol(tmp_path, serve, score, scored, environment):
+    """`hf://` as it is used: `datasets` streams from a server that speaks the hub's protocol."""
+    folder = tmp_path / "hub/acme/corpus"
+    folder.mkdir(parents=True)
+    lines = [{"id": f"h{n}", "text": f"Text {n} of a hub. [[score={n % 6}]]"} for n in range(8)] + [
+        {"id": "h8", "text": " "}
+    ]
+    (folder / "held-out.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = "configs:\n- config_name: small\n  data_files:\n  - split: test\n    path: held-out.jsonl\n"
+    (folder / "README.md").write_text(f"---\n{files}---\n")
+    server = Path(__file__).with_name("hub_server.py")
+    hub = subprocess.Popen(
+        [sys.executable, server, tmp_path / "hub"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert hub.stdout is not None
+    environment |= {"HF_ENDPOINT": hub.stdout.readline().strip(), "HF_HOME": str(tmp_path / "hf")}
+    said = score(serve(), "hf://acme/corpus:small/test", "--answer", "json_schema")
+    hub.kill()
+    hub.wait()
+    hub.stdout.close()
+    assert "8 documents: 8 ok; quarantined: 1 empty_text" in said.stdout
+    assert [(one["id"], one["score"]) for one in scored()] == [(f"h{n}", float(n % 6)) for n in range(8)]
+    assert {one["source"] for one in scored()} == {"hf://acme/corpus:small/test"}

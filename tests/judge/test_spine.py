@@ -200,6 +200,7 @@ def test_pack_keeps_what_reaches_the_score_and_verify_finds_damage(tmp_path, ser
         (("verify", "nothing"), "nothing"),
         (("score",), "Missing"),
         (("frobnicate",), "No such command"),
+        (("serve-local", "--gguf", "none.gguf"), "none.gguf: not found"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(arguments, says, tmp_path, serve, hydra):

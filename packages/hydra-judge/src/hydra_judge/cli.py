@@ -14,6 +14,7 @@ from hydra_judge.calibrate import calibrate, read_pairs, write_calibration
 from hydra_judge.corpus import plan
 from hydra_judge.engine import StoppedError
 from hydra_judge.explain import explain
+from hydra_judge.local import serve_local
 from hydra_judge.options import (
     FILE,
     FOLDER,
@@ -315,6 +316,31 @@ def report_command(scored: Path, output: Path | None) -> None:
     """Tell what the judge did in DIR: scores, keep rates by source, cost, drop reasons, injection, agreement."""
     for path in write_report(read_totals(scored), output or scored):
         click.echo(path)
+
+
+@group.command("serve-local")
+@click.option(
+    "--gguf",
+    type=FILE,
+    default=None,
+    help="Model of llama.cpp.  [default: SmolLM2-135M-Instruct, from the extra local]",
+)
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="On 127.0.0.1; 0 for any free one."
+)
+@click.option(
+    "--context", type=click.IntRange(256), default=2048, show_default=True, help="Tokens of prompt and answer."
+)
+@click.option("--threads", type=click.IntRange(1), default=None, metavar="N", help="[default: one a CPU]")
+def serve_local_command(gguf: Path | None, port: int, context: int, threads: int | None) -> None:
+    """Serve a small model on this machine, for a judge without a network; prints its base URL.
+
+    \b
+    hydra-judge serve-local &
+    hydra-judge score corpus/ --rubric educational --base-url http://127.0.0.1:8000/v1 --model local \\
+        --answer p_yes --votes 2 --concurrency 1 --output scored
+    """
+    serve_local(gguf, port=port, context=context, threads=threads)
 
 
 def main() -> None:

@@ -7,20 +7,32 @@ started again asks the same questions, finds their answers in the cache and writ
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from hydra_judge.backends import RejectedError, ServerError
 from hydra_judge.cache import cache_key
 from hydra_judge.engine import Request
 from hydra_judge.prompt import PROMPT_VERSION, Excerpt, excerpts, messages, retry_messages
 from hydra_judge.rubric import Rubric
-from hydra_judge.verdict import FORMS, Fault, Reply, Verdict, read_reply, response_options
+from hydra_judge.verdict import (
+    FORMS,
+    Fault,
+    Reply,
+    Verdict,
+    read_fault,
+    read_reply,
+    response_options,
+    yes_odds,
+    yes_verdict,
+)
 from nmoe.errors import EnvironmentFault
 from nmoe.formats.documents import Document, Outcome, ScoredDocument
 
 __all__ = ["Ask", "Judge", "choose_form"]
+
+T = TypeVar("T")
 
 Ask = Callable[[Request], Awaitable[Reply]]
 
@@ -127,6 +139,8 @@ class Judge:
 
     async def _vote(self, excerpt: Excerpt, ask: Ask, *, vote: int, order: int) -> Verdict | Fault:
         """One verdict on one excerpt; an answer that cannot be used is shown to the model with what was wrong."""
+        if self.form == "p_yes":
+            return await self._yes_or_no(excerpt, ask, vote=vote, order=order)
         chat = messages(excerpt, rubric=self.rubric, form=self.form)
         fault = Fault(outcome="failed", detail="not asked")
         for attempt in range(self.attempts):
@@ -134,18 +148,34 @@ class Judge:
                 reply = await ask(self.request(excerpt, chat, vote=vote, attempt=attempt, order=order))
             except RejectedError as rejected:
                 return Fault(outcome=rejected.outcome, detail=str(rejected))
-            read = read_reply(reply, rubric=self.rubric, form=self.form, code=excerpt.code)
+            read = read_reply(reply, rubric=self.rubric, code=excerpt.code)
             if isinstance(read, Verdict):
                 return read
             fault = read
-            if fault.outcome == "filtered" or self.form == "p_yes":  # asking again would bring the same
+            if fault.outcome == "filtered":  # asking again would bring the same
                 break
             first = messages(excerpt, rubric=self.rubric, form=self.form)
             chat = retry_messages(first, answer=reply.content or reply.refusal, fault=fault.detail)
         return fault
 
+    async def _yes_or_no(self, excerpt: Excerpt, ask: Ask, *, vote: int, order: int) -> Verdict | Fault:
+        """One verdict from the question and its opposite, each asked once: asking again would bring the same."""
+        both = (False, True) if self.rubric.opposite else (False,)
+        found = await _all([self._odds(excerpt, ask, opposite=one, vote=vote, order=order) for one in both])
+        odds = [one for one in found if isinstance(one, float)]
+        fault = next((one for one in found if isinstance(one, Fault)), None)
+        return fault or yes_verdict(odds, self.rubric)
 
-async def _all(asked: list[Any]) -> list[Verdict | Fault]:
+    async def _odds(self, excerpt: Excerpt, ask: Ask, *, opposite: bool, vote: int, order: int) -> float | Fault:
+        chat = messages(excerpt, rubric=self.rubric, form=self.form, opposite=opposite)
+        try:
+            reply = await ask(self.request(excerpt, chat, vote=vote, attempt=0, order=order))
+        except RejectedError as rejected:
+            return Fault(outcome=rejected.outcome, detail=str(rejected))
+        return read_fault(reply) or yes_odds(reply)
+
+
+async def _all(asked: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Results of all coroutines, in order; all have ended before an error of one is raised."""
     if len(asked) == 1:
         return [await asked[0]]
@@ -153,7 +183,7 @@ async def _all(asked: list[Any]) -> list[Verdict | Fault]:
     for result in results:
         if isinstance(result, BaseException):
             raise result
-    return cast(list[Verdict | Fault], results)
+    return cast(list[T], results)
 
 
 def _scored(

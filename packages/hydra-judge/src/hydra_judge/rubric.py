@@ -18,7 +18,7 @@ from typing import Any
 
 from nmoe.errors import ConfigError
 
-__all__ = ["Axis", "Rubric", "load_rubric", "shipped_rubrics"]
+__all__ = ["Axis", "Example", "Rubric", "load_rubric", "shipped_rubrics"]
 
 _RESERVED = {"code", "reason", "score"}
 
@@ -41,6 +41,19 @@ class Axis:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Example:
+    """A text with its answer to the question of `p_yes`; a small model takes from cases what it cannot take from rules.
+
+    Attributes:
+        text: the text.
+        good: whether the question is answered with Yes.
+    """
+
+    text: str
+    good: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Rubric:
     """Everything that decides what a score means.
 
@@ -50,6 +63,8 @@ class Rubric:
         purpose: what the documents are wanted for.
         guidance: how to treat languages, domains and doubtful cases.
         question: the yes-or-no question of the answer form `p_yes`.
+        opposite: a question that is answered with No where `question` is answered with Yes; "" for none.
+        examples: answered before the document, in the form `p_yes`.
         axes: what is graded, in the order of the answer.
         low: lowest level of every axis and of the score.
         high: highest level.
@@ -63,6 +78,8 @@ class Rubric:
     purpose: str
     guidance: str
     question: str
+    opposite: str
+    examples: tuple[Example, ...]
     axes: tuple[Axis, ...]
     low: int
     high: int
@@ -133,6 +150,15 @@ def _axis(where: str, values: Any, low: int, high: int) -> Axis:
     return Axis(name=name, question=question, levels=tuple(levels[level].strip() for level in wanted), weight=weight)
 
 
+def _example(where: str, values: Any) -> Example:
+    table = _Table(where, values)
+    text, answer = table.take("text", str), table.take("answer", str)
+    table.finish()
+    if answer not in ("yes", "no"):
+        raise ConfigError(f'{where}: answer = {answer!r}, expected "yes" or "no"')
+    return Example(text=text, good=answer == "yes")
+
+
 def shipped_rubrics() -> list[str]:
     """Names of the rubrics inside the package."""
     folder = resources.files("hydra_judge") / "rubrics"
@@ -177,6 +203,10 @@ def _rubric(where: str, values: dict[str, Any]) -> Rubric:
         purpose=table.take("purpose", str),
         guidance=table.take("guidance", str),
         question=table.take("question", str),
+        opposite=table.take("opposite", str) if "opposite" in values else "",
+        examples=tuple(
+            _example(f"{where}: examples[{number}]", one) for number, one in enumerate(table.take("examples", list, []))
+        ),
         axes=tuple(_axis(f"{where}: axes[{number}]", axis, low, high) for number, axis in enumerate(axes)),
         low=low,
         high=high,

@@ -14,7 +14,17 @@ from typing import Any
 
 from hydra_judge.rubric import Rubric
 
-__all__ = ["FORMS", "Fault", "Reply", "Verdict", "read_reply", "response_options"]
+__all__ = [
+    "FORMS",
+    "Fault",
+    "Reply",
+    "Verdict",
+    "read_fault",
+    "read_reply",
+    "response_options",
+    "yes_odds",
+    "yes_verdict",
+]
 
 # Answer forms in the order in which a server is probed for them; `p_yes` is chosen only by name.
 FORMS = ("json_schema", "json_object_schema", "json_object", "text", "p_yes")
@@ -105,24 +115,29 @@ def response_options(form: str, *, rubric: Rubric) -> dict[str, Any]:
     return {"response_format": {"type": "json_object"}} if form == "json_object" else {}
 
 
-def read_reply(reply: Reply, *, rubric: Rubric, form: str, code: str) -> Verdict | Fault:
-    """Reads the verdict of one reply.
+def read_fault(reply: Reply) -> Fault | None:
+    """Why a reply is no answer, whatever its form."""
+    if reply.finish == "content_filter":
+        return Fault(outcome="filtered", detail="the answer was withheld by the server's content filter")
+    if reply.refusal:
+        return Fault(outcome="refused", detail="the request was refused")
+    return None
+
+
+def read_reply(reply: Reply, *, rubric: Rubric, code: str) -> Verdict | Fault:
+    """Reads the verdict of one reply in any form but `p_yes`, for which see `yes_odds`.
 
     Args:
         reply: what the server answered.
         rubric: by which it was asked.
-        form: the answer form that was asked for.
         code: what a JSON answer must repeat.
 
     Returns:
         The verdict, or why there is none.
     """
-    if reply.finish == "content_filter":
-        return Fault(outcome="filtered", detail="the answer was withheld by the server's content filter")
-    if reply.refusal:
-        return Fault(outcome="refused", detail="the request was refused")
-    if form == "p_yes":
-        return _p_yes(reply, rubric)
+    fault = read_fault(reply)
+    if fault is not None:
+        return fault
     if reply.finish == "length":
         return Fault(outcome="unparsable", detail="the answer was cut off before its end; be shorter")
     if not reply.content.strip():
@@ -203,8 +218,8 @@ def _level(value: Any) -> int | None:
     return int(value) if value == int(value) else None
 
 
-def _p_yes(reply: Reply, rubric: Rubric) -> Verdict | Fault:
-    """Score from the probability of "yes" among the first token's alternatives.
+def yes_odds(reply: Reply) -> float | Fault:
+    """Natural log of the odds of "yes" to "no" among the first token's alternatives.
 
     Source: Sachdeva et al. 2024, "How to Train Data-Efficient LLMs" (Ask-LLM).
     """
@@ -217,6 +232,18 @@ def _p_yes(reply: Reply, rubric: Rubric) -> Verdict | Fault:
         return Fault(outcome="unparsable", detail="the server returned no log probabilities")
     if mass["yes"] + mass["no"] < 0.01:
         return Fault(outcome="unparsable", detail="the answer must be Yes or No")
-    share = round(mass["yes"] / (mass["yes"] + mass["no"]), 6)
+    # An answer outside the listed alternatives is less likely than the last of them, not impossible.
+    least = math.exp(min(logprob for _, logprob in reply.first_token))
+    return math.log(max(mass["yes"], least)) - math.log(max(mass["no"], least))
+
+
+def yes_verdict(odds: list[float], rubric: Rubric) -> Verdict:
+    """Score from the log odds of the question and, if it was asked, of its opposite.
+
+    Some texts make a model say Yes to whatever it is asked; in the difference of a question and its opposite that
+    cancels, as it does with people.
+    """
+    mean = odds[0] if len(odds) == 1 else (odds[0] - odds[1]) / 2
+    share = round(1 / (1 + math.exp(-mean)), 6)
     score = round(rubric.low + share * (rubric.high - rubric.low), 6)
     return Verdict(levels={"p_yes": share}, score=score, reason="")
