@@ -33,6 +33,7 @@ def cases(size: int) -> dict[str, Case]:
         "one expert of three": replace(some, routing="one expert"),
         "one rank": replace(some, routing="one rank", top_k=2),
         "one rank in rounds": replace(some, routing="one rank", top_k=2, capacity=0.5),
+        "all the rounds": replace(base, tokens=(20,) * size, routing="one rank", capacity=0.5),
         "half the room": replace(some, capacity=0.5),
         "little room": replace(some, capacity=0.1),
         "nothing kept": replace(some, keep=False),

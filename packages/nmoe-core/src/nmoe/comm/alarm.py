@@ -27,10 +27,12 @@ from torch import Tensor
 from nmoe.comm.descriptors import mapped, swap
 from nmoe.errors import PeerFault
 
-__all__ = ["Alarm"]
+__all__ = ["LOST", "Alarm"]
 
 _log = logging.getLogger(__name__)
 
+LOST = 70
+"""Exit status of a rank that ends because another one was lost."""
 _TICK_S = 0.05
 _NOTICE_S = 1.0  # a wait may say more about a dead peer than the thread can: layer, phase and epochs
 _HEAR_S, _RAISE_S, _GONE_S = 1.5, 2.0, 4.0
@@ -248,4 +250,4 @@ class Alarm:
             sys.stderr.write(f"error: {self._own.text}\n")
         sys.stderr.flush()
         sys.stdout.flush()
-        os._exit(1)
+        os._exit(LOST)

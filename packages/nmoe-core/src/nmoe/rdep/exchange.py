@@ -5,6 +5,7 @@
 area      at each rank      written by
 ========  ================  ==================================================================
 flag      [P]               every rank: its epoch
+epoch     [1]               itself; beside the flags, so that a second exchange over this memory goes on counting
 count     [P, P, 2]         every rank: what it sends to each
 rows      [P * T_max, D]    sources: rows of x, or their packets
 gradients [P * T_max, D]    sources: gradients of the layer's output
@@ -113,6 +114,7 @@ class Exchange:
         words = record_words(top_k=top_k, gate_dtype=self.gate_dtype)
         areas: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "flag": ((comm.size,), torch.int64),
+            "epoch": ((1,), torch.int64),
             "count": ((comm.size, comm.size, 2), torch.int32),
             "rows": ((rows, wire.packet_bytes(hidden_size)), torch.uint8) if wire else ((rows, hidden_size), dtype),
             "gradients": ((rows, hidden_size), dtype),
@@ -130,8 +132,7 @@ class Exchange:
         }
         self.count, self.rows, self.gradients = remote["count"], remote["rows"], remote["gradients"]
         self.records, self.results, self.values = remote["records"], remote["results"], remote["values"]
-        epoch_1 = torch.zeros(1, dtype=torch.int64, device=comm.device)
-        self.board = Board(flag=remote["flag"], epoch_1=epoch_1, timeout_s=timeout_s, alarm=comm.alarm)
+        self.board = Board(flag=remote["flag"], epoch_1=remote["epoch"].local, timeout_s=timeout_s, alarm=comm.alarm)
         comm.barrier()
 
     @classmethod

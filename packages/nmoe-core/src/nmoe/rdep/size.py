@@ -24,6 +24,7 @@ def shared_bytes(config: Config, *, ranks: int) -> int:
     packet = packet if config.rdep.wire == "plain" else -(-packet // 16) * 16
     areas = {
         "flag": 8 * ranks,
+        "epoch": 8,
         "count": 4 * ranks * ranks * 2,
         "rows": rows * packet,
         "gradients": rows * width * wide,

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from torch.distributed.distributed_c10d import Store
 
+from nmoe.comm.alarm import LOST
+
 __all__ = ["LOST", "Peers"]
 
-LOST = 70
-"""Exit status of a rank that ends because another one was lost without a word."""
-_WORD = "nmoe/last-word"
+_WORD, _WORD_S = "nmoe/last-word", 1.0
 
 
 class Peers:
@@ -73,11 +73,18 @@ class Peers:
         while not self.stopped:
             ended = self._gone or [self._ranks[descriptor] for descriptor, _ in poll.poll(200)]
             if ended and not self.stopped:
-                status, line = self._word() or (LOST, f"rank {ended[0]} died")
+                status, line = self._awaited_word() or (LOST, f"rank {ended[0]} died")
                 try:
                     self.on_loss(line)
                 finally:
                     _end(status, line)
+
+    def _awaited_word(self) -> tuple[int, str] | None:
+        """A rank that waited for the lost one in a layer can say more, but has to notice first."""
+        deadline = time.monotonic() + _WORD_S
+        while (word := self._word()) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return word
 
     def _word(self) -> tuple[int, str] | None:
         try:

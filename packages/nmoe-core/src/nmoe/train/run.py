@@ -15,7 +15,7 @@ from nmoe.checkpoint.store import list_checkpoints
 from nmoe.config import Config
 from nmoe.data.loader import Loader
 from nmoe.data.sources import open_train, open_val
-from nmoe.errors import NmoeError, line_of
+from nmoe.errors import NmoeError, PeerFault, line_of
 from nmoe.formats.metrics import MetricWriter
 from nmoe.formats.shards import ShardSet
 from nmoe.formats.tokenizers import ByteTokenizer
@@ -27,6 +27,7 @@ from nmoe.train.folder import RunFolder, open_folder
 from nmoe.train.health import WINDOW, is_spike
 from nmoe.train.loop import StepResult, train_step
 from nmoe.train.notes import AllNotes, Note
+from nmoe.train.peers import LOST
 from nmoe.train.ranks import Ranks, join_ranks, world_of
 from nmoe.train.record import Recorder
 from nmoe.train.report import ProgressBar, log_to_file
@@ -172,11 +173,18 @@ class _Run:
             if not isinstance(error, NmoeError):
                 _log.error("the run failed", exc_info=True)
             if peers and not peers.stopped:
-                mendable = line_of(error)
-                peers.give_up(2 if mendable else 1, f"rank {self.ranks.rank}: {mendable or line}")
+                peers.give_up(*self._last_word(error, line))
             raise
+        self.parts.comm.close()  # from here on the end of a rank is no fault
         self.ranks.part()
         return outcome
+
+    def _last_word(self, error: Exception, line: str) -> tuple[int, str]:
+        """Exit status and line of a rank that fails alone; all ranks that lost the same peer say the same."""
+        mendable = line_of(error)
+        if isinstance(error, PeerFault):
+            return LOST, str(error)
+        return (2 if mendable else 1), f"rank {self.ranks.rank}: {mendable or line}"
 
     def _build(self) -> None:
         config, checkpoint = self.config, self.folder.checkpoint
