@@ -164,9 +164,11 @@ class _WideTorch:
         return getattr(torch, name)
 
 
-# transformers rotates V2's queries in fp32 whatever they are, so it has no wide variant.
+# In fp64 the oracle still rounds to fp32 here and there, and the more so the larger the weights are: over all cases its worst
+# distance from ours is 0.9e-6, 1.1e-6 and 2.5e-6 at spreads of 0.06, 0.1 and 0.2. So large weights are for the wide runs.
+# V2's cosines come from torch.polar in fp32, one unit in the last place from ours.
 RUNS = [(case, *run) for case in CASES for run in (("fp32", 0.2, 1e-5), ("fp64", 0.06, 1e-6), ("fp64_wide", 0.2, 1e-9))]
-RUNS = [run for run in RUNS if not (run[0].startswith("v2") and run[1] == "fp64_wide")]
+RUNS = [(c, d, s, 1e-6 if c.startswith("v2") and d == "fp64_wide" else limit) for c, d, s, limit in RUNS]
 
 
 @pytest.mark.parametrize(("case", "dtype", "spread", "limit"), RUNS, ids=[f"{run[0]}-{run[1]}" for run in RUNS])
@@ -177,6 +179,8 @@ def test_logits_and_gradients_match_transformers(case, dtype, spread, limit, tmp
         monkeypatch.setattr(importlib.import_module(type(oracle).__module__), "torch", _WideTorch())
         softmax = torch.nn.functional.softmax
         monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim, **_: softmax(x, dim=dim))
+        narrow = Tensor.float  # V2 turns its queries in fp32 by this name
+        monkeypatch.setattr(Tensor, "float", lambda x: x if x.dtype == torch.float64 else narrow(x))
     oracle.save_pretrained(tmp_path)
     model = _ours(tmp_path, dtype)
     tokens = torch.randint(0, 97, (2, 19), generator=torch.Generator().manual_seed(3))
