@@ -50,9 +50,9 @@ class Documents:
 def prepare(document_BT: Tensor, *, window: int, device: torch.device) -> Documents:
     rows, length = document_BT.shape
     document_BT = document_BT.cpu()
-    begins_BT = torch.ones(rows, length, dtype=torch.bool)
+    begins_BT = torch.ones_like(document_BT, dtype=torch.bool)
     begins_BT[:, 1:] = document_BT[:, 1:] != document_BT[:, :-1]
-    end = torch.tensor([rows * length])
+    end = document_BT.new_tensor([rows * length], dtype=torch.int64)
     offset = torch.cat((begins_BT.flatten().nonzero().squeeze(1), end)).to(torch.int32)
     longest = int(torch.diff(offset).max()) if len(offset) > 1 else 0
     return Documents(
