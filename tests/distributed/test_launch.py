@@ -98,6 +98,14 @@ def test_run_goes_on_with_another_number_of_ranks(undisturbed, folder):
     with Command(folder, "--nproc", "2") as command:
         assert command.wait() == 0, command.errors
     np.testing.assert_allclose(losses(command.run)[:60], losses(undisturbed)[:60], rtol=1e-5)
+    first = []
+    for size in ("1", "2"):
+        new = (f"run.name=from-{size}", "run.start_from=runs/tiny", "train.steps=1", "schedule.warmup_steps=0")
+        with Command(folder, "--nproc", size, *new, "schedule.decay_steps=0") as command:
+            assert command.wait() == 0, command.errors
+        first.append(losses(folder / "runs" / f"from-{size}"))
+    np.testing.assert_allclose(first[1], first[0], rtol=1e-5)
+    assert first[0][1] < losses(undisturbed)[1], "not the initial values"
 
 
 def test_error_of_one_rank_ends_all_with_one_line(folder, data):

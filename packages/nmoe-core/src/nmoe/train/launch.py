@@ -172,7 +172,10 @@ def _why(failed: ChildFailedError) -> tuple[End, bool]:
     rank, first = failed.get_first_failure()
     if first.exitcode < 0:
         return End(status=1, error=f"rank {rank} was ended by {signal.Signals(-first.exitcode).name}"), True
-    return End(status=1 if first.exitcode == LOST else first.exitcode, error=first.message), first.exitcode == LOST
+    if not Path(first.error_file).is_file():  # what ended it has said so itself: `nmoe.comm.alarm`
+        return End(status=1, error=f"rank {rank} was lost"), True
+    lost = first.exitcode == LOST
+    return End(status=1 if lost else first.exitcode, error=first.message), lost
 
 
 def _rank(config: Config, fresh: bool) -> End:

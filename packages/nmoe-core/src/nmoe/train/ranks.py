@@ -85,8 +85,9 @@ class Ranks:
         if not self.mesh:
             return values.unsqueeze(0)
         rows = values.new_empty(self.size * values.numel())
-        dist.all_gather_into_tensor(rows, values.contiguous())
-        return rows.view(self.size, -1)
+        if rows.numel():
+            dist.all_gather_into_tensor(rows, values.contiguous())
+        return rows.view(self.size, values.numel())
 
     def agree(self, work: Callable[[], _Result] | None) -> _Result:
         """What `work` gives on rank 0, for all ranks; an error that it raises is raised on all.

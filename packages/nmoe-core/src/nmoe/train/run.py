@@ -10,6 +10,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 from nmoe.checkpoint.save import CheckpointWriter
 from nmoe.checkpoint.store import list_checkpoints
 from nmoe.config import Config
@@ -49,6 +52,8 @@ from nmoe.train.watch import StopSignal, Watch
 
 __all__ = ["Outcome", "Sample", "train"]
 
+# Errors after which another start may go well: a peer, its connection or a GPU is gone.
+_LOSSES = (PeerFault, torch.AcceleratorError, dist.DistBackendError, dist.DistNetworkError)
 _log = logging.getLogger(__name__)
 
 
@@ -133,6 +138,11 @@ def _open_data(config: Config, ranks: Ranks) -> tuple[list[ShardSet], list[int],
     return ranks.together(lambda: found[0] if found else open_all(hashed=False))
 
 
+def _is_ours(error: Exception) -> bool:
+    """Whether an error has its cause in this rank, and not perhaps in the end of another."""
+    return isinstance(error, NmoeError) and not isinstance(error, PeerFault)
+
+
 class _Run:
     """The state of one call of `train` on one rank."""
 
@@ -166,7 +176,7 @@ class _Run:
             checkpoints = self._train()
             outcome = self._end(checkpoints)
         except Exception as error:
-            if peers and not isinstance(error, NmoeError):
+            if peers and not _is_ours(error):
                 peers.wait_for_loss()
             line = f"{type(error).__name__}: {error}".splitlines()[0]
             self.folder.finish("failed", step=self.progress.step, error=line)
@@ -184,7 +194,8 @@ class _Run:
         mendable = line_of(error)
         if isinstance(error, PeerFault):
             return LOST, str(error)
-        return (2 if mendable else 1), f"rank {self.ranks.rank}: {mendable or line}"
+        status = LOST if isinstance(error, _LOSSES) else 2 if mendable else 1
+        return status, f"rank {self.ranks.rank}: {mendable or line}"
 
     def _build(self) -> None:
         config, checkpoint = self.config, self.folder.checkpoint
