@@ -14,6 +14,7 @@ from nmoe.config import Config
 from nmoe.model.transformer import ModelOutput
 from nmoe.train.memory import kept_activations, plan_memory
 from nmoe.train.plan import GPU_BYTES, format_plan, make_plan
+from nmoe.train.ranks import Ranks
 from nmoe.train.setup import Parts, build
 
 COMMON = ("model.num_layers=4", "train.micro_batch_size=2", "train.batch_size=2", "data.seq_len=128")
@@ -62,7 +63,7 @@ def forward(parts: Parts, config: Config) -> ModelOutput:
 
 def measured_peak(config: Config) -> int:
     """Of a step that finds the optimizer's state in place, as every step but the first does."""
-    parts = build(config, torch.device("cpu"))
+    parts = build(config, Ranks(rank=0, size=1, device=torch.device("cpu")))
     state = (*parts.model.parameters(), *parts.model.buffers(), *parts.optimizer.state().values())
     with Allocations(*state) as allocations:
         for _ in range(config.train.accumulation):
@@ -105,7 +106,7 @@ def test_planned_peak_is_within_two_percent_of_the_allocations_of_a_step(tiny, o
 @pytest.mark.parametrize("overrides", [(), ("train.dtype=bf16", *GQA), (ALL,), ("model.mtp_depth=1",)], ids=" ".join)
 def test_planned_activations_are_those_that_a_forward_keeps(tiny, overrides):
     config = tiny(*COMMON, *overrides)
-    parts = build(config, torch.device("cpu"))
+    parts = build(config, Ranks(rank=0, size=1, device=torch.device("cpu")))
     with Allocations(*parts.model.parameters(), *parts.model.buffers()) as allocations:
         before = allocations.live
         output = forward(parts, config)
@@ -122,7 +123,7 @@ def test_recomputed_parts_give_the_same_bits(tiny, dtype):
     for parts_named in ((), ("experts",), ("mlp",), ("attention",), ("experts", "mlp", "attention")):
         names = ", ".join(f'"{name}"' for name in parts_named)
         config = tiny(*COMMON, f"train.dtype={dtype}", f"train.recompute=[{names}]", "model.mtp_depth=1")
-        parts = build(config, torch.device("cpu"))
+        parts = build(config, Ranks(rank=0, size=1, device=torch.device("cpu")))
         output = forward(parts, config)
         (output.loss_sum + output.aux_loss).backward()
         gradients = {name: p.grad for name, p in parts.model.named_parameters()}
