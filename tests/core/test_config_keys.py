@@ -176,7 +176,7 @@ ACROSS = {
     "rdep.capacity": ("0.25", lambda exchange: exchange.rounds),
     "rdep.sizes": ("exact", lambda exchange: exchange.exact),
     "rdep.wire": ("mxfp8", lambda exchange: exchange.wire),
-    "rdep.timeout_s": ("5.0", lambda exchange: exchange.board.timeout_s),
+    "rdep.timeout_s": ("5.0", lambda exchange: exchange.timeout_s),
 }
 # Changes how several ranks work together: tests/distributed/test_layouts.py.
 ELSEWHERE = {"parallel.gather"}

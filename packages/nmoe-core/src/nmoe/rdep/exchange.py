@@ -19,7 +19,7 @@ At P=8, T_max=8192, D=7168, K=8 in bf16 it is 2.7 GiB.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from nmoe.ops.wire import WIRES, Wire
 
 __all__ = ["Exchange", "Rounds"]
 
+_PATIENCE_S = 1800.0  # of the first step: some ranks still compile kernels while others wait for them
 _ALIGN = 256  # bytes: of an area's start, so that bulk copies and 16-byte stores are aligned
 
 
@@ -132,13 +133,14 @@ class Exchange:
         }
         self.count, self.rows, self.gradients = remote["count"], remote["rows"], remote["gradients"]
         self.records, self.results, self.values = remote["records"], remote["results"], remote["values"]
+        self.timeout_s = timeout_s
         self.board = Board(flag=remote["flag"], epoch_1=remote["epoch"].local, timeout_s=timeout_s, alarm=comm.alarm)
         comm.barrier()
 
     @classmethod
     def of(cls, config: Config, comm: Communicator, *, dtype: torch.dtype) -> "Exchange":
-        """That of a model under training, for rows of this dtype."""
-        return cls(
+        """That of a model under training, for rows of this dtype; patient until it is armed."""
+        exchange = cls(
             comm,
             tokens=config.train.micro_batch_size * config.data.seq_len,
             hidden_size=config.model.hidden_size,
@@ -150,6 +152,12 @@ class Exchange:
             exact=config.rdep.sizes == "exact",
             timeout_s=config.rdep.timeout_s,
         )
+        exchange.board = replace(exchange.board, timeout_s=_PATIENCE_S)
+        return exchange
+
+    def arm(self) -> None:
+        """From now on a peer that does not come within the timeout is lost; called when all kernels are compiled."""
+        self.board = replace(self.board, timeout_s=self.timeout_s)
 
     def rounds_for(self, count_PP2: Tensor) -> Rounds:
         """Rounds of one call: those of the capacity or, if so asked, one round of the size that arrived."""

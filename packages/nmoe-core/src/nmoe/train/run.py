@@ -260,8 +260,10 @@ class _Run:
             next_sample=self.progress.next_sample,
         )
 
-    def _say_compiled(self, step: int) -> None:
-        """Logs that a step was slow because it compiled kernels."""
+    def _ready(self, step: int) -> None:
+        """Logs that a step was slow because it compiled kernels; what is late from now on is late for another reason."""
+        if self.parts.exchange:
+            self.parts.exchange.arm()
         seconds = registry.compile_seconds()[self.kernels :]
         if seconds:
             _log.info(
@@ -282,7 +284,7 @@ class _Run:
             result = train_step(self.parts, batch, config=self.config, notes=lambda: note(stop=self.stop.number))  # noqa: B023
             notes = AllNotes(result.notes_RN)
             spent = time.perf_counter() - began
-            self._say_compiled(batch.step)
+            self._ready(batch.step)
             self._count(batch.step, batch.num_targets, loader.next_sample, result)
             last, self.stopped_by = progress.step == train.steps, notes.stop
             if recorder:

@@ -74,6 +74,7 @@ class Parts:
     Attributes:
         ranks: all of them.
         comm: those that share the experts.
+        exchange: the memory through which they do; None where this rank has all experts.
         model: its parameters are whole while a layer computes.
         pieces: what this rank holds of parameters and buffers at any time, by name.
         optimizer: of these pieces.
@@ -81,6 +82,7 @@ class Parts:
 
     ranks: Ranks
     comm: Communicator
+    exchange: Exchange | None
     model: Transformer
     pieces: dict[str, Piece]
     optimizer: Optimizer
@@ -148,15 +150,18 @@ def build(config: Config, ranks: Ranks) -> Parts:
     shard(model, ranks=ranks, gather=config.parallel.gather)
     if ranks.mesh:
         model.to_empty(device=ranks.device)
-    if comm.size > 1:
-        model.connect(Exchange.of(config, comm, dtype=model.dtype))
+    exchange = Exchange.of(config, comm, dtype=model.dtype) if comm.size > 1 else None
+    if exchange:
+        model.connect(exchange)
     init_model(model, config.run.seed)
     if not ranks.mesh:  # several ranks gather their weights anew
         _hold_experts(model, config, ranks.device)
     optimizer = make_optimizer(
         model.named_parameters(), config=config.optim, seed=config.run.seed, dtype=compute_dtype(config)
     )
-    return Parts(ranks=ranks, comm=comm, model=model, pieces=model_pieces(model), optimizer=optimizer)
+    return Parts(
+        ranks=ranks, comm=comm, exchange=exchange, model=model, pieces=model_pieces(model), optimizer=optimizer
+    )
 
 
 def _hold_experts(model: Transformer, config: Config, device: torch.device) -> None:
