@@ -17,6 +17,7 @@ import torch
 from nmoe.config import Config, load_config
 from nmoe.model.transformer import Transformer
 from nmoe.train.memory import plan_memory, recompute_choices
+from nmoe.train.ranks import Ranks
 from nmoe.train.setup import build, choose_device
 
 
@@ -30,7 +31,7 @@ def micro_batch(model: Transformer, config: Config, device: torch.device) -> Non
 
 
 def measured(config: Config, device: torch.device) -> int:
-    parts = build(config, device)
+    parts = build(config, Ranks(rank=0, size=1, device=device))
     for step in range(2):
         if step == 1:
             torch.cuda.reset_peak_memory_stats(device)

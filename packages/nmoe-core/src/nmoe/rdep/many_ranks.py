@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routed experts where several ranks share them: plan, dispatch, group, experts, return.
 
-Kept for backward are the rows that this rank sent (not those that it received: they travel again), the pre-activations
-of the first round of assignments (unless `keep` is off), and the records. Later rounds, which only an overloaded owner has, are computed again.
+Kept for backward are the rows that this rank sent (not those that it received: they travel again), the records, and,
+unless `keep` is off, the pre-activations of the first round of assignments. Later rounds, which only an overloaded owner
+has, are computed again.
 """
 
 from collections.abc import Iterator
@@ -87,13 +88,18 @@ class ExpertsAcross(torch.autograd.Function):
 
 def _groups(arrivals: Arrivals, rounds: Rounds, exchange: Exchange) -> Iterator[Groups]:
     """The assignments of each round, in expert order."""
-    expert_RK = arrivals.expert_RK
+    for expert_RK in _by_round(arrivals.expert_RK, rounds):
+        yield group.kernels().group(
+            expert_RK, arrivals.gate_RK, num_experts=exchange.experts_per_rank, num_slots=rounds.num_slots
+        )
+
+
+def _by_round(expert_RK: Tensor, rounds: Rounds) -> Iterator[Tensor]:
+    """The table of assignments, all but those of each round taken out."""
+    if rounds.num_rounds == 1:
+        yield expert_RK
+        return
     count_R = (expert_RK >= 0).sum(dim=1)
     round_R1 = ((count_R.cumsum(dim=0) - count_R) // rounds.budget).unsqueeze(1)
     for number in range(rounds.num_rounds):
-        yield group.kernels().group(
-            expert_RK if rounds.num_rounds == 1 else torch.where(round_R1 == number, expert_RK, -1),
-            arrivals.gate_RK,
-            num_experts=exchange.experts_per_rank,
-            num_slots=rounds.num_slots,
-        )
+        yield torch.where(round_R1 == number, expert_RK, -1)
