@@ -47,7 +47,9 @@ def test_rms_norm_in_bf16_rounds_once():
     x, w = torch.randn(64, 96), torch.randn(96)
     y = rms_norm.rms_norm(x.bfloat16(), w, eps=1e-6)
     exact = rms_norm.rms_norm(x.bfloat16().double(), w.double(), eps=1e-6)
-    assert torch.equal(y, exact.to(torch.bfloat16))
+    # Within half a step of bf16, up to what fp32 rounds before; a second rounding to bf16 would add as much again.
+    half_step = torch.ldexp(torch.ones_like(exact), torch.frexp(exact).exponent - 9)
+    assert ((y.double() - exact).abs() <= 1.001 * half_step).all()
 
 
 def test_swiglu_matches_autograd():
