@@ -131,7 +131,7 @@ def sdpa_cudnn(shape: Shape) -> Work:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     if shape.document or shape.window:
-        raise NotImplementedError("documents and windows would need a mask of all pairs")
+        raise ValueError("takes documents and windows only as a mask of all pairs")
 
     def work(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):

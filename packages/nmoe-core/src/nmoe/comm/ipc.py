@@ -15,6 +15,7 @@ import torch.distributed as dist
 from cuda.bindings import runtime  # type: ignore[attr-defined]
 
 from nmoe.comm.alarm import Alarm
+from nmoe.comm.buffers import Buffers
 from nmoe.comm.communicator import Symmetric
 from nmoe.comm.faults import device_fault, fault_record
 from nmoe.comm.foreign import agree, tensor_over
@@ -85,7 +86,7 @@ class Ipc:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._own: dict[str, int] = {}
         self._mapped: list[int] = []
-        self._buffers: dict[str, Symmetric] = {}
+        self._buffers = Buffers(self._make)
         machines = agree(("", _BOOT_ID.read_bytes()), group, what="CUDA IPC")
         strangers = [rank for rank, machine in enumerate(machines) if machine != machines[0]]
         if strangers:
@@ -104,12 +105,7 @@ class Ipc:
             ValueError: The name exists with another size.
             EnvironmentFault: On all ranks, where one of them could not allocate or map, or asked for another buffer.
         """
-        if name not in self._buffers:
-            self._buffers[name] = self._make(name, nbytes)
-        found = self._buffers[name]
-        if found.local.numel() != nbytes:
-            raise ValueError(f"symmetric buffer {name!r} exists with {found.local.numel()} bytes, not {nbytes}")
-        return found
+        return self._buffers.get(name, nbytes=nbytes)
 
     def _make(self, name: str, nbytes: int) -> Symmetric:
         what = f"CUDA IPC buffer {name!r} of {nbytes:,} bytes"

@@ -3,6 +3,7 @@
 
 import torch
 
+from nmoe.comm.buffers import Buffers
 from nmoe.comm.communicator import Symmetric
 
 __all__ = ["Local"]
@@ -17,17 +18,16 @@ class Local:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
-        self._buffers: dict[str, Symmetric] = {}
+        self._buffers = Buffers(self._make)
 
     def symmetric(self, name: str, *, nbytes: int) -> Symmetric:
         """See `Communicator`."""
-        if name not in self._buffers:
-            own = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-            self._buffers[name] = Symmetric(local=own, peers=(own,))
-        found = self._buffers[name]
-        if found.local.numel() != nbytes:
-            raise ValueError(f"symmetric buffer {name!r} exists with {found.local.numel()} bytes, not {nbytes}")
-        return found
+        return self._buffers.get(name, nbytes=nbytes)
+
+    def _make(self, name: str, nbytes: int) -> Symmetric:
+        del name
+        own = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        return Symmetric(local=own, peers=(own,))
 
     def barrier(self) -> None:
         """Return at once: nobody else is awaited."""

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from nmoe.comm.buffers import Buffers, agree_on_buffer
 from nmoe.comm.communicator import Symmetric
 from nmoe.comm.foreign import agree, tensor_over
-from nmoe.errors import EnvironmentFault
 
 __all__ = ["Nvshmem"]
 
@@ -43,7 +43,7 @@ class Nvshmem:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._own: dict[str, Any] = {}
-        self._buffers: dict[str, Symmetric] = {}
+        self._buffers = Buffers(self._make)
         with torch.cuda.device(self.device):
             self._start()
 
@@ -82,23 +82,14 @@ class Nvshmem:
             ValueError: The name exists with another size.
             EnvironmentFault: On all ranks, where the ranks asked for different buffers or memory ran out.
         """
-        if name not in self._buffers:
-            self._buffers[name] = self._make(name, nbytes)
-        found = self._buffers[name]
-        if found.local.numel() != nbytes:
-            raise ValueError(f"symmetric buffer {name!r} exists with {found.local.numel()} bytes, not {nbytes}")
-        return found
+        return self._buffers.get(name, nbytes=nbytes)
 
     def _make(self, name: str, nbytes: int) -> Symmetric:
         import nvshmem.core as nvshmem
         from nvshmem.bindings import nvshmem as bindings  # type: ignore[attr-defined]
 
         what = f"NVSHMEM buffer {name!r} of {nbytes:,} bytes"
-        # Sizes are compared first: the heap's own allocation is a collective that different sizes would damage.
-        requests = agree(("", f"{name} {nbytes}".encode()), self._group, what=what)
-        for peer, request in enumerate(requests):
-            if request != requests[self.rank]:
-                raise EnvironmentFault(f"{what}: rank {peer} asks for {request.decode()} (name, bytes)")
+        agree_on_buffer(name, nbytes, self._group, what=what)
         with torch.cuda.device(self.device):
             error = ""
             try:

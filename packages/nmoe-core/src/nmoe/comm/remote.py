@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nmoe.comm.alarm import Alarm
 from nmoe.comm.communicator import Symmetric
+from nmoe.errors import EnvironmentFault
 
 __all__ = ["Board", "Phase", "Remote"]
 
@@ -52,13 +53,16 @@ class Remote:
         """The area that starts ``offset`` bytes into a symmetric buffer.
 
         Raises:
-            NotImplementedError: A peer's memory is not mapped here: rows to it would have to travel as puts.
+            EnvironmentFault: A peer's memory is not mapped here: rows to it would have to travel as puts.
         """
         nbytes = dtype.itemsize * int(torch.Size(shape).numel())
         views = []
         for peer, whole in enumerate(memory.peers):
             if whole is None:
-                raise NotImplementedError(f"the memory of rank {peer} is not mapped at rank {rank}")
+                raise EnvironmentFault(
+                    f"rank {rank} cannot write into the memory of rank {peer}, which is on another node, and rows do not "
+                    "travel between nodes yet; set parallel.ep to at most the GPUs of a node"
+                )
             views.append(whole[offset : offset + nbytes].view(dtype).view(shape))
         address_P = torch.tensor([v.data_ptr() for v in views], dtype=torch.int64, device=memory.local.device)
         return cls(rank=rank, views=tuple(views), address_P=address_P)

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from nmoe.comm.alarm import Alarm
+from nmoe.comm.buffers import Buffers, agree_on_buffer
 from nmoe.comm.communicator import Symmetric
 from nmoe.comm.descriptors import share
-from nmoe.comm.foreign import agree
 from nmoe.comm.waits import await_barrier
 from nmoe.errors import EnvironmentFault
 
@@ -43,7 +43,7 @@ class Shm:
             )
         self._group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._buffers: dict[str, Symmetric] = {}
+        self._buffers = Buffers(self._make)
         self.alarm = Alarm(group)
 
     def symmetric(self, name: str, *, nbytes: int) -> Symmetric:
@@ -53,19 +53,11 @@ class Shm:
             ValueError: The name exists with another size.
             EnvironmentFault: On all ranks, where one of them could not allocate or map, or asked for another buffer.
         """
-        if name not in self._buffers:
-            self._buffers[name] = self._make(name, nbytes)
-        found = self._buffers[name]
-        if found.local.numel() != nbytes:
-            raise ValueError(f"symmetric buffer {name!r} exists with {found.local.numel()} bytes, not {nbytes}")
-        return found
+        return self._buffers.get(name, nbytes=nbytes)
 
     def _make(self, name: str, nbytes: int) -> Symmetric:
         what = f"shared buffer {name!r} of {nbytes:,} bytes"
-        requests = agree(("", f"{name} {nbytes}".encode()), self._group, what=what)
-        for peer, request in enumerate(requests):
-            if request != requests[self.rank]:
-                raise EnvironmentFault(f"{what}: rank {peer} asks for {request.decode()} (name, bytes)")
+        agree_on_buffer(name, nbytes, self._group, what=what)
         peers = share(nbytes, self._group, what=what)
         return Symmetric(local=peers[self.rank], peers=tuple(peers))
 

@@ -25,17 +25,16 @@ import torch
 from torch import Tensor
 
 from nmoe.comm.communicator import Communicator
+from nmoe.comm.layout import WIRES, Wire, areas, starts
 from nmoe.comm.remote import Board, Phase, Remote
 from nmoe.config import Config
 from nmoe.errors import ConfigError
 from nmoe.ops import meet
-from nmoe.ops.push import record_words
-from nmoe.ops.wire import WIRES, Wire
 
 __all__ = ["Exchange", "Rounds"]
 
 _PATIENCE_S = 1800.0  # of the first step: some ranks still compile kernels while others wait for them
-_ALIGN = 256  # bytes: of an area's start, so that bulk copies and 16-byte stores are aligned
+_DTYPES = {"int64": torch.int64, "int32": torch.int32, "uint8": torch.uint8}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +80,9 @@ class Exchange:
         exact: Read the number of assignments to the host in each layer and take just that room, in one round.
         timeout_s: How long to wait for a peer before it counts as lost.
 
+    Attributes:
+        nbytes: Symmetric memory of each rank.
+
     Raises:
         ConfigError: The ranks do not divide the experts, or an argument is out of range.
     """
@@ -109,27 +111,24 @@ class Exchange:
         self.experts_per_rank = num_experts // comm.size
         self.gate_dtype = torch.promote_types(dtype, torch.float32)
         per_row = min(top_k, self.experts_per_rank)
-        rows = comm.size * tokens
-        self.rounds = Rounds.of(worst=rows * per_row, wanted=math.ceil(capacity * tokens * top_k), per_row=per_row)
+        worst = comm.size * tokens * per_row
+        self.rounds = Rounds.of(worst=worst, wanted=math.ceil(capacity * tokens * top_k), per_row=per_row)
 
-        words = record_words(top_k=top_k, gate_dtype=self.gate_dtype)
-        areas: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "flag": ((comm.size,), torch.int64),
-            "epoch": ((1,), torch.int64),
-            "count": ((comm.size, comm.size, 2), torch.int32),
-            "rows": ((rows, wire.packet_bytes(hidden_size)), torch.uint8) if wire else ((rows, hidden_size), dtype),
-            "gradients": ((rows, hidden_size), dtype),
-            "records": ((rows, words), torch.int32),
-            "results": ((min(top_k, comm.size), tokens, hidden_size), dtype),
-            "values": ((tokens, top_k), self.gate_dtype),
-        }
-        cut = _cut(areas)
-        self.nbytes = cut.pop("end")
-        """Symmetric memory of each rank."""
+        parts = areas(
+            ranks=comm.size,
+            tokens=tokens,
+            width=hidden_size,
+            top_k=top_k,
+            row_bytes=dtype.itemsize,
+            gate_bytes=self.gate_dtype.itemsize,
+            wire=wire,
+        )
+        offsets, self.nbytes = starts(parts)
         memory = comm.symmetric("rdep", nbytes=self.nbytes)
+        dtypes = _DTYPES | {"row": dtype, "gate": self.gate_dtype}
         remote = {
-            name: Remote.of(memory, rank=comm.rank, offset=cut[name], shape=shape, dtype=dtype)
-            for name, (shape, dtype) in areas.items()
+            name: Remote.of(memory, rank=comm.rank, offset=offsets[name], shape=area.shape, dtype=dtypes[area.element])
+            for name, area in parts.items()
         }
         self.count, self.rows, self.gradients = remote["count"], remote["rows"], remote["gradients"]
         self.records, self.results, self.values = remote["records"], remote["results"], remote["values"]
@@ -169,12 +168,3 @@ class Exchange:
     def meet(self, layer: int, phase: Phase) -> None:
         """Let all ranks come to the same point; see `nmoe.ops.meet`."""
         meet.kernels().meet(self.board, layer=layer, phase=phase)
-
-
-def _cut(areas: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, int]:
-    """Where each area starts, in bytes; under "end" the size of all."""
-    cut, at = {}, 0
-    for name, (shape, dtype) in areas.items():
-        cut[name] = at
-        at += -(-dtype.itemsize * math.prod(shape) // _ALIGN) * _ALIGN
-    return cut | {"end": at}

@@ -260,10 +260,8 @@ class _Run:
             next_sample=self.progress.next_sample,
         )
 
-    def _ready(self, step: int) -> None:
-        """Logs that a step was slow because it compiled kernels; what is late from now on is late for another reason."""
-        if self.parts.exchange:
-            self.parts.exchange.arm()
+    def _say_compiled(self, step: int) -> None:
+        """Logs that a step was slow because it compiled kernels."""
         seconds = registry.compile_seconds()[self.kernels :]
         if seconds:
             _log.info(
@@ -274,7 +272,7 @@ class _Run:
     def _steps(self, loader: Loader, recorder: Recorder | None, checkpoints: CheckpointWriter, watch: Watch) -> None:
         train, progress, device = self.config.train, self.progress, self.ranks.device
         watch.progress(progress.step)
-        last, spent = False, math.nan
+        last, spent, exchange = False, math.nan, self.parts.exchange
         while not (last or self.stopped_by):
             began = time.perf_counter()
             batch = next(loader)
@@ -284,7 +282,10 @@ class _Run:
             result = train_step(self.parts, batch, config=self.config, notes=lambda: note(stop=self.stop.number))  # noqa: B023
             notes = AllNotes(result.notes_RN)
             spent = time.perf_counter() - began
-            self._ready(batch.step)
+            self._say_compiled(batch.step)
+            if exchange:  # the kernels are compiled: who is late from now on is late for another reason
+                exchange.arm()
+                exchange = None
             self._count(batch.step, batch.num_targets, loader.next_sample, result)
             last, self.stopped_by = progress.step == train.steps, notes.stop
             if recorder:

@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-__all__ = ["bulk_load", "bulk_store", "fail", "global_pointer", "nanosleep"]
+__all__ = ["bulk_load", "bulk_store", "fail", "first_row", "global_pointer", "nanosleep"]
 
 
 @cute.jit
@@ -37,6 +37,15 @@ def bulk_store(target: Int64, source: cute.Pointer, nbytes: Int32):
         "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
         read_only_args=[target, source.toint(), nbytes],
     )
+
+
+@cute.jit
+def first_row(mCount: cute.Tensor, rank: Int32, peer: Int32) -> Int32:
+    """Where this rank's rows begin at a peer: behind those of the ranks below."""
+    rows = Int32(0)
+    for source in cutlass.range(rank):
+        rows += mCount[source, peer, 0]
+    return rows
 
 
 @cute.jit

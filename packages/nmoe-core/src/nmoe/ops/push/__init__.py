@@ -10,23 +10,14 @@ this one), epoch (low 31 bits), K local expert ids (-1: another rank's), K gates
 
 from typing import Protocol, cast
 
-import torch
 from torch import Tensor
 
+from nmoe.comm.layout import HEADER_WORDS, record_words
 from nmoe.comm.remote import Board, Remote
 from nmoe.ops.plan import Sends
 from nmoe.ops.registry import implementation
 
 __all__ = ["HEADER_WORDS", "Kernels", "kernels", "record_words"]
-
-HEADER_WORDS = 4
-"""Source, token, ordinal, epoch."""
-
-
-def record_words(*, top_k: int, gate_dtype: torch.dtype) -> int:
-    """M of a record with K choices."""
-    words = HEADER_WORDS + top_k * (1 + gate_dtype.itemsize // 4)
-    return -(-words // 4) * 4
 
 
 class Kernels(Protocol):

@@ -24,10 +24,11 @@ from torch import Tensor
 
 from nmoe import arch
 from nmoe.comm.remote import Board, Remote
+from nmoe.errors import EnvironmentFault
 from nmoe.ops._cute.build import compile_kernel, fake, kernel_cache
-from nmoe.ops._cute.remote import bulk_load, bulk_store
+from nmoe.ops._cute.remote import bulk_load, bulk_store, first_row
 from nmoe.ops.plan import Sends
-from nmoe.ops.push import HEADER_WORDS
+from nmoe.ops.push import HEADER_WORDS, record_words
 
 __all__ = ["launch_push", "push", "push_records"]
 
@@ -44,16 +45,10 @@ def _ring(row_bytes: int) -> tuple[int, int]:
         stages = min(_RING_BYTES // (warps * row_bytes), 16)
         if stages >= 2:
             return warps, stages
-    raise NotImplementedError(f"rows of {row_bytes} bytes: two do not fit into shared memory")
-
-
-@cute.jit
-def _base(mCount: cute.Tensor, rank: Int32, peer: Int32, ranks: cutlass.Constexpr[int]) -> Int32:
-    """Where this rank's rows begin at a peer: behind those of the ranks below."""
-    rows = Int32(0)
-    for source in cutlass.range(rank):
-        rows += mCount[source, peer, 0]
-    return rows
+    raise EnvironmentFault(
+        f"rows of {row_bytes:,} bytes: two do not fit into a GPU's shared memory, where at most {_RING_BYTES // 2:,} bytes "
+        "each do; choose a smaller model.hidden_size"
+    )
 
 
 @cute.kernel
@@ -91,7 +86,7 @@ def _push_kernel(
     for i in cutlass.range_constexpr(per_lane):
         peer = lane + 32 * i
         if peer < ranks:
-            rTarget[i] = mAddress[peer] + Int64(_base(mCount, rank, peer, ranks)) * row_bytes
+            rTarget[i] = mAddress[peer] + Int64(first_row(mCount, rank, peer)) * row_bytes
 
     first = bid * warps + warp
     stride = grid * warps
@@ -229,7 +224,7 @@ def _records_kernel(
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_threads()
     if tid == 0 and sRange[1] > 0:
-        place = Int64(_base(mCount, rank, peer, ranks) + first)
+        place = Int64(first_row(mCount, rank, peer) + first)
         bulk_store(mAddress[peer] + place * (4 * words), sRecord.iterator, sRange[1] * (4 * words))
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0)
@@ -258,7 +253,7 @@ def _records_entry(
 
 @kernel_cache
 def records_kernel(top_k: int, ranks: int) -> Any:
-    words = -(-(HEADER_WORDS + 2 * top_k) // 4) * 4
+    words = record_words(top_k=top_k, gate_bytes=4)
     return compile_kernel(
         _records_entry,
         fake("int32", None, top_k, align=4),

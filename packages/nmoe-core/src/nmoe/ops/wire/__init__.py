@@ -18,42 +18,16 @@ two levels of scales: NVIDIA, "Introducing NVFP4". The scale per row, in place o
 one product come from several ranks.
 """
 
-from dataclasses import dataclass
 from typing import Protocol, cast
 
 from torch import Tensor
 
+from nmoe.comm.layout import MXFP8, NVFP4, WIRES, Wire
 from nmoe.comm.remote import Remote
 from nmoe.ops.plan import Sends
 from nmoe.ops.registry import implementation
 
 __all__ = ["MXFP8", "NVFP4", "WIRES", "Kernels", "Wire", "kernels"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wire:
-    """A format of rows on the wire."""
-
-    name: str
-    block: int
-    """Values that share a scale; D is a multiple of it."""
-    bits: int
-    """Of an element."""
-    row_scale: bool
-
-    def payload_bytes(self, width: int) -> int:
-        """Bytes of the elements of a row of D values."""
-        return width * self.bits // 8
-
-    def packet_bytes(self, width: int) -> int:
-        """Bytes of a row of D values with its scales, a multiple of 16."""
-        used = self.payload_bytes(width) + width // self.block + 4 * self.row_scale
-        return -(-used // 16) * 16
-
-
-MXFP8 = Wire(name="mxfp8", block=32, bits=8, row_scale=False)
-NVFP4 = Wire(name="nvfp4", block=16, bits=4, row_scale=True)
-WIRES = {wire.name: wire for wire in (MXFP8, NVFP4)}
 
 
 class Kernels(Protocol):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nmoe.comm.remote import Remote
 from nmoe.ops._cute.build import compile_kernel, fake, kernel_cache
-from nmoe.ops._cute.remote import bulk_store
+from nmoe.ops._cute.remote import bulk_store, first_row
 from nmoe.ops.plan import Sends
 from nmoe.ops.wire import WIRES, Wire
 
@@ -168,10 +168,7 @@ def _push_kernel(
     for i in cutlass.range_constexpr(per_lane):
         peer = lane + 32 * i
         if peer < ranks:
-            base = Int32(0)
-            for source in cutlass.range(rank):
-                base += mCount[source, peer, 0]
-            rTarget[i] = mAddress[peer] + Int64(base) * nbytes
+            rTarget[i] = mAddress[peer] + Int64(first_row(mCount, rank, peer)) * nbytes
 
     stage = Int32(0)
     for token in cutlass.range(bid * _WARPS + warp, mRow.shape[0], grid * _WARPS):
