@@ -45,7 +45,7 @@ def wait_for_step(run: Path, step: int, process) -> None:
     """Returns once the run's log has the line of a step that is `step` or later."""
     log, until = run / "log.txt", time.monotonic() + 120
     while time.monotonic() < until:
-        done = [int(n) for n in re.findall(r"step +(\d+)/", log.read_text())] if log.exists() else []
+        done = [int(n) for n in re.findall(r"step +(\d+)/", log.read_text(errors="replace"))] if log.exists() else []
         if done and max(done) >= step:
             return
         assert process.poll() is None, process.stderr.read()
@@ -62,7 +62,7 @@ def uninterrupted(tmp_path_factory, start_train):
 
     def read() -> None:
         while not done.wait(0.1):
-            log = (run / "log.txt").read_text() if (run / "log.txt").exists() else ""
+            log = (run / "log.txt").read_text(errors="replace") if (run / "log.txt").exists() else ""
             if (run / "metrics.duckdb").exists() or re.search(r" step +1/", log):  # there before the first step
                 try:
                     with open_store(run) as store:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One optimizer step, and what watches the steps: accumulation, skipped steps, router health, spikes, FLOP."""
 
+import io
 import itertools
+import logging
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from nmoe.train.evaluate import forward
 from nmoe.train.health import is_spike, router_health
 from nmoe.train.loop import train_step
 from nmoe.train.ranks import Ranks
-from nmoe.train.report import StepFigures, format_duration, format_step
+from nmoe.train.report import StepFigures, format_duration, format_step, set_up_logging
 from nmoe.train.setup import Parts, build
 from nmoe.train.throughput import flop_per_token
 
@@ -158,3 +160,14 @@ def test_step_line_and_durations_read_as_documented():
         "  rank overload 1.00  fullest expert 1.25 x mean  mem 2.00 GB  eta 1:02:03"
     )
     assert [format_duration(seconds) for seconds in (0, 59.6, 3600, float("nan"))] == ["0:00", "1:00", "1:00:00", "?"]
+
+
+def test_logs_go_to_the_present_stderr_once(monkeypatch):
+    earlier, present = io.StringIO(), io.StringIO()
+    for stream in (earlier, present, present):
+        monkeypatch.setattr("sys.stderr", stream)
+        bar = set_up_logging()
+    earlier.close()
+    logging.getLogger("nmoe").info("one line")
+    assert present.getvalue() == "one line\n"
+    logging.getLogger("nmoe").removeHandler(bar)

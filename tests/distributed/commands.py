@@ -69,8 +69,8 @@ class Command:
 
     @property
     def errors(self) -> str:
-        """What it wrote to stderr so far, step lines among it."""
-        return self.error_path.read_text()
+        """What it and its ranks wrote to stderr so far, step lines among it; the last character may be half there."""
+        return self.error_path.read_text(errors="replace")
 
     def ranks(self) -> list[int]:
         """Process ids of its ranks."""

@@ -95,11 +95,13 @@ class ProgressBar(logging.StreamHandler[TextIO]):
 
 
 def set_up_logging() -> ProgressBar:
-    """Logs of this package to stderr; called by the command line, never on import."""
+    """Logs of this package to the present stderr and to no earlier one; called by the command line, never on import."""
     handler = ProgressBar(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger = logging.getLogger("nmoe")
     logger.setLevel(logging.INFO)
+    for earlier in [known for known in logger.handlers if isinstance(known, ProgressBar)]:
+        logger.removeHandler(earlier)  # its stream may be closed, and every line would be written twice
     logger.addHandler(handler)
     return handler
 
