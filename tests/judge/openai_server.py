@@ -70,7 +70,7 @@ class State:
         self.asked: Counter[bytes] = Counter()
         self.answered: Counter[bytes] = Counter()
         self.bad_answers: Counter[str] = Counter()
-        self.after_answer = 0
+        self.after_answer = self.unread = 0
         self.in_flight = self.most_in_flight = 0
         self.files: dict[str, bytes] = {}
         self.batches: dict[str, dict[str, Any]] = {}
@@ -208,6 +208,7 @@ class Connection(asyncio.Protocol):
         self.state = state
         self.buffer = b""
         self.task: asyncio.Task[None] | None = None
+        self.answer_is_out = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
@@ -215,6 +216,8 @@ class Connection(asyncio.Protocol):
             transport.abort()  # type: ignore[attr-defined]
 
     def connection_lost(self, exc: Exception | None) -> None:
+        # The kernel resets a connection that is closed with something unread in it, or written to after it was closed.
+        self.state.unread += self.answer_is_out and isinstance(exc, ConnectionError)
         if self.task is not None:
             self.task.cancel()
 
@@ -228,6 +231,7 @@ class Connection(asyncio.Protocol):
         if len(rest) < size:
             return
         self.buffer = rest[size:]
+        self.answer_is_out = False  # a client that sends the next request has read the last answer
         self.task = asyncio.ensure_future(self.serve(head, rest[:size]))
 
     async def serve(self, head: bytes, body: bytes) -> None:
@@ -291,6 +295,7 @@ class Connection(asyncio.Protocol):
         elif not self.transport.is_closing():
             state.answered[digest] += status == 200
             state.counts["answered"] += status == 200
+            self.answer_is_out = status == 200
             self.reply(status, value)
 
     def reply(self, status: int, value: Any, headers: dict[str, Any] | None = None) -> None:
@@ -310,6 +315,8 @@ def manage(state: State, method: str, path: str, head: bytes, body: bytes) -> tu
             "asked": len(state.asked),
             "answered_bodies": len(state.answered),
             "asked_after_answer": state.after_answer,
+            "unread": state.unread,
+            "in_flight": state.in_flight,
             "most_in_flight": state.most_in_flight,
         }
     if path == "/control":

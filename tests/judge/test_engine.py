@@ -3,6 +3,7 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -140,6 +141,33 @@ def test_a_bad_day_with_kills_and_an_outage_ends_like_a_calm_one():
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "500 of 500 documents, 0 wrong, 0 files differ" in done.stdout
+
+
+def test_a_process_that_was_stopped_takes_the_answers_that_came_meanwhile(tmp_path, serve, corpus, scored, environment):
+    server = serve("--latency", "0.5")
+    corpus(count=24)
+    command = [
+        "hydra-judge",
+        "score",
+        "corpus.jsonl",
+        "--rubric",
+        "educational",
+        "--base-url",
+        server.url,
+        "--model",
+        "m",
+    ]
+    command += ["--answer", "json_schema", "--timeout", "1", "--concurrency", "8", "--output", "scored"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
+    while server.stats()["in_flight"] < 8:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(1.5)
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(60) == 0
+    assert len(scored()) == 24
+    stats = server.stats()
+    assert (stats["requests"], stats["unread"]) == (24, 0)
 
 
 def test_outcomes_that_are_no_score_are_told_apart(tmp_path, serve, score, scored):

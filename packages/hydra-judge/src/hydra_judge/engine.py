@@ -64,6 +64,7 @@ class Engine:
         cache: where answers are kept.
         budget: what may be spent.
         model: name stored beside the answers.
+        timeout: seconds that one sending of a request takes at the most.
         deadline: seconds of trying for one request, after which its document fails.
         max_outage: seconds for which all servers may be down before the run stops.
     """
@@ -75,12 +76,13 @@ class Engine:
         cache: Cache,
         budget: Budget,
         model: str,
+        timeout: float = 120.0,
         deadline: float = 600.0,
         max_outage: float = 7200.0,
     ):
         self._servers = list(servers)
         self.cache, self.budget, self._model = cache, budget, model
-        self._deadline, self._max_outage = deadline, max_outage
+        self._timeout, self._deadline, self._max_outage = timeout, deadline, max_outage
         self._queue: list[tuple[int, int, Request, asyncio.Future[int]]] = []
         self._ticket = itertools.count()
         self._flights: dict[bytes, asyncio.Task[Reply]] = {}
@@ -173,7 +175,8 @@ class Engine:
             pause = backoff.next()
             # With so few requests left, the breaker cannot tell a server that is down from documents that break it.
             if endpoint.open_since is None or len(self._flights) < OPEN_AFTER:
-                tried += time.monotonic() - began + pause
+                # What passed beyond the time-out, this process was stopped or without a core.
+                tried += min(time.monotonic() - began, self._timeout) + pause
             if tried > self._deadline:
                 raise RejectedError(f"no answer in {self._deadline:g} s of trying; last: {last}", outcome="failed")
             await self._pause(pause if asked is None else asked * random.uniform(1.0, 1.1))

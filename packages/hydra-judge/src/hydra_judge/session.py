@@ -164,6 +164,7 @@ async def make_engine(servers: Servers, *, signals: bool = True) -> AsyncIterato
         cache=cache,
         budget=budget,
         model=servers.model,
+        timeout=servers.timeout,
         deadline=servers.deadline,
         max_outage=servers.max_outage,
     )

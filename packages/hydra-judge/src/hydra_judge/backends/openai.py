@@ -4,6 +4,10 @@
 The client's own retries are off (its attempts would multiply with the engine's), so are redirects and the proxies of
 the environment: a document goes to the host that the user named and to no other. The transport is aiohttp, since the
 default one saturates two cores at some hundred requests a second.
+
+A time-out counts the time in which this process was awake. One that gets no core for a while, or is stopped (Slurm suspends
+jobs by SIGSTOP), finds the answers that it waited for in its sockets; by the clock on the wall it would throw away what is
+paid for and ask again.
 """
 
 import asyncio
@@ -11,7 +15,8 @@ import email.utils
 import json
 import math
 import time
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -24,16 +29,19 @@ from nmoe.errors import ConfigError, EnvironmentFault
 
 __all__ = ["OpenAIBackend", "make_client", "read_completion"]
 
+T = TypeVar("T")
+
 _NO_KEY = "no-key-given"
+_TICK_S = 1.0
 
 
-def make_client(url: str, *, api_key: str | None, timeout: float, connections: int) -> openai.AsyncOpenAI:
+def make_client(url: str, *, api_key: str | None, timeout: float | None, connections: int) -> openai.AsyncOpenAI:
     """A client that talks to `url` alone.
 
     Args:
         url: base URL, with the version ("http://localhost:8000/v1").
         api_key: bearer token; None for servers that want none.
-        timeout: seconds for one request.
+        timeout: seconds for one request; None if the caller limits it.
         connections: the most connections at once.
 
     Raises:
@@ -45,7 +53,7 @@ def make_client(url: str, *, api_key: str | None, timeout: float, connections: i
     if parts.username or parts.password:
         raise ConfigError("--base-url: holds a user name or password; give the key by --api-key-env")
     transport = openai.DefaultAioHttpClient(
-        timeout=httpx2.Timeout(timeout, connect=min(timeout, 10.0)),
+        timeout=httpx2.Timeout(timeout, connect=10.0 if timeout is None else min(timeout, 10.0)),
         limits=httpx2.Limits(max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=60.0),
         follow_redirects=False,
         trust_env=False,
@@ -70,14 +78,13 @@ class OpenAIBackend:
         self.url = url
         self._key = api_key
         self._timeout = timeout
-        self._client = make_client(url, api_key=api_key, timeout=timeout, connections=connections)
+        self._client = make_client(url, api_key=api_key, timeout=None, connections=connections)
 
     async def chat(self, body: dict[str, Any]) -> Reply:
         """See `hydra_judge.backends.Backend`."""
         try:
-            # The transport's own time-outs do not cover every wait: on a reused connection one was seen to last for ever.
-            async with asyncio.timeout(self._timeout):
-                response = await self._client.post("/chat/completions", body=body, cast_to=httpx2.Response)
+            sent = self._client.post("/chat/completions", body=body, cast_to=httpx2.Response)
+            response = await _within(self._timeout, sent)
             return read_completion(response.content)
         except openai.APIStatusError as error:
             raise self._status(error) from None
@@ -120,6 +127,33 @@ class OpenAIBackend:
         if status == 413 or "context_length" in lowered or "context length" in lowered or "too long" in lowered:
             return RejectedError(detail, outcome="too_long")
         return RejectedError(detail, outcome="failed")
+
+
+async def _within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which may take as long as `seconds` pass in this process's event loop.
+
+    Each turn of the loop reads what has arrived before it looks at the clock, and counts as one tick however late it is: so
+    an answer that is there is taken, also after a stall that was longer than the time-out. The transport's own time-outs go
+    by the wall, and do not cover every wait: on a reused connection one was seen to last for ever.
+
+    Raises:
+        TimeoutError: if it takes longer; then it is cancelled.
+    """
+    task = asyncio.ensure_future(work)
+    left = seconds
+    try:
+        while left > 0:
+            tick = min(left, _TICK_S, seconds / 4)
+            await asyncio.wait([task], timeout=tick)
+            if task.done():
+                return task.result()
+            left -= tick
+        raise TimeoutError
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+            _ = task.cancelled() or task.exception()  # looked at, or asyncio would report it as lost
 
 
 def _timed_out(error: BaseException | None) -> bool:
