@@ -39,9 +39,13 @@ def numbers(encoded: dict | list) -> np.ndarray:
 
 
 def charts(app: AppTest, spec: Spec) -> dict[str, dict]:
-    """Figures of a page by title."""
+    """Figures of a page by title; a row of panels by the title of its first."""
+
+    def title(layout: dict) -> str:
+        return (layout["title"] if "title" in layout else layout["annotations"][0])["text"]
+
     figures = [spec(chart) for chart in app.get("plotly_chart")]
-    return {figure["layout"]["title"]["text"]: figure for figure in figures}
+    return {title(figure["layout"]): figure for figure in figures}
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -206,6 +210,16 @@ def test_speed_stacks_the_parts_up_to_the_whole_step(fleet: Path, page: Open, sp
         ]
     assert np.allclose(whole, stored, rtol=1e-5)
     assert figure["data"][-1]["name"] == "rest of the step"
+
+
+def test_speed_shows_each_metric_in_its_own_panel(fleet: Path, page: Open, spec: Spec):
+    row = charts(page(fleet, "speed", run=["baseline"]), spec)["speed/tokens_per_second"]
+    with duckdb.connect(str(fleet / "baseline" / "metrics.duckdb"), read_only=True) as store:
+        for number, name in enumerate(("speed/tokens_per_second", "speed/mfu", "router/overload"), start=1):
+            (trace,) = (trace for trace in row["data"] if trace["yaxis"] == f"y{number}".removesuffix("1"))
+            stored = store.execute("SELECT value FROM metrics WHERE name = ? ORDER BY step", [name]).fetchnumpy()
+            assert row["layout"]["annotations"][number - 1]["text"] == name
+            assert np.allclose(numbers(trace["y"]), stored["value"], rtol=1e-5), name
 
 
 def test_router_history_shows_the_layer_that_was_asked_for(fleet: Path, page: Open, spec: Spec):

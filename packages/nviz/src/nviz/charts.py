@@ -13,7 +13,19 @@ import plotly.graph_objects as go
 
 from nviz.palette import ACCENT, BAD, MUTED, SEQUENTIAL, line_style
 
-__all__ = ["Curve", "compact", "curves", "heatmap", "histogram", "rank_profile", "scatter", "smooth", "stacked"]
+__all__ = [
+    "Curve",
+    "Panel",
+    "compact",
+    "curves",
+    "heatmap",
+    "histogram",
+    "panels",
+    "rank_profile",
+    "scatter",
+    "smooth",
+    "stacked",
+]
 
 _MARGIN = {"l": 8, "r": 8, "t": 40, "b": 8}
 
@@ -141,6 +153,52 @@ def curves(
         showlegend=len(lines) > 1 or any(len(line.broken_x) for line in lines),
         shapes=shapes,
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Panel:
+    """One of the small charts that stand side by side in a figure.
+
+    Attributes:
+        title: above it.
+        unit: of its y axis; may be empty.
+        line: what it shows.
+    """
+
+    title: str
+    unit: str
+    line: Curve
+
+
+def panels(shown: Sequence[Panel], *, x_title: str, height: int = 260) -> go.Figure:
+    """Small charts side by side in one figure, which a browser draws in half the time of as many figures.
+
+    Args:
+        shown: from left to right; at least one.
+        x_title: of each.
+        height: pixels.
+    """
+    gap = 0.1
+    width = (1 - gap * (len(shown) - 1)) / len(shown)
+    traces, layout, titles = [], {}, []
+    for number, panel in enumerate(shown):
+        suffix, left = "" if number == 0 else str(number + 1), number * (width + gap)
+        traces += [trace | {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}"} for trace in _traces(panel.line, dates=False)]
+        layout[f"xaxis{suffix}"] = {
+            "title": {"text": x_title}, "domain": [left, left + width], "anchor": f"y{suffix}",
+        }  # fmt: skip
+        layout[f"yaxis{suffix}"] = {
+            "title": {"text": panel.unit}, "anchor": f"x{suffix}", "range": _flat_range([panel.line]),
+            "exponentformat": "SI" if panel.unit == "byte" else "B",
+        }  # fmt: skip
+        titles.append(
+            {
+                "text": panel.title, "x": left, "xref": "paper", "xanchor": "left", "y": 1, "yref": "paper",
+                "yanchor": "bottom", "showarrow": False, "font": {"size": 15},
+            }
+        )  # fmt: skip
+    common = {"height": height, "margin": _MARGIN, "hovermode": "closest", "showlegend": False}
+    return go.Figure({"data": traces, "layout": {**common, **layout, "annotations": titles}})
 
 
 def _traces(line: Curve, *, dates: bool) -> list[dict[str, Any]]:

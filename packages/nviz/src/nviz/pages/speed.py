@@ -89,16 +89,20 @@ def _group(entry: Entry, title: str, wanted: list[Measure]) -> None:
     if not wanted:
         return
     st.subheader(title)
-    columns = st.columns(len(wanted))
-    for column, measure in zip(columns, wanted, strict=True):
-        with column, ui.guard(measure.name):
-            line = series.curve(entry, Line(name=measure.name), series.View(), number=0, label=entry.key)
-            unit = measure.unit if measure.unit != "1" else ""
-            ui.chart(
-                charts.curves([line], title=measure.name, x_title="step", y_title=unit, height=260),
-                key=f"speed-{measure.name}",
-                alt=measure.meaning,
+    with ui.guard(title):
+        shown = [
+            charts.Panel(
+                title=measure.name,
+                unit=measure.unit if measure.unit != "1" else "",
+                line=series.curve(entry, Line(name=measure.name), series.View(), number=0, label=entry.key),
             )
+            for measure in wanted
+        ]
+        ui.chart(
+            charts.panels(shown, x_title="step"),
+            key=f"speed-{title}",
+            alt="; ".join(f"{measure.name}: {measure.meaning}" for measure in wanted),
+        )
 
 
 def main() -> None:
