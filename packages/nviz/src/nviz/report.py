@@ -12,6 +12,7 @@ from plotly.offline import get_plotlyjs
 from nmoe.formats import NmoeError
 from nviz import alerts, charts, queries, series
 from nviz.catalog import Entry
+from nviz.heatmaps import heatmap
 from nviz.points import Line
 from nviz.summary import flatten
 
@@ -94,7 +95,7 @@ def _figures(entry: Entry, measures: dict[str, queries.Measure]) -> Iterator[go.
 
 def _grid(entry: Entry, measure: queries.Measure) -> go.Figure:
     picture = entry.grid(measure.name, measure.last_step)
-    return charts.heatmap(
+    return heatmap(
         picture,
         title=f"{measure.name} at step {measure.last_step:,}",
         x_title="expert",

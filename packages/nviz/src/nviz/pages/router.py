@@ -7,6 +7,7 @@ import streamlit as st
 
 from nviz import charts, ranks, ui
 from nviz.catalog import Entry
+from nviz.heatmaps import heatmap, rank_profile
 from nviz.points import Line, Values, values_at
 from nviz.queries import Measure
 
@@ -26,7 +27,7 @@ def _heatmap(key: str, name: str, relative: bool) -> None:
     experts = picture.shape[1]
     shown = picture * experts if relative else picture
     title = f"{name} at step {step:,}: {picture.shape[0]} layers x {experts} experts"
-    figure = charts.heatmap(
+    figure = heatmap(
         shown,
         title=title,
         x_title="expert",
@@ -104,7 +105,7 @@ def _history(key: str, name: str, layer: int) -> None:
             found = entry.picture(name, rows="expert", layer=layer)
             if found.values.size:
                 title = f"{name} of layer {layer}, by expert"
-                figure = charts.heatmap(
+                figure = heatmap(
                     found.values, title=title, x=found.first, x_title="step", y_title="expert",
                     value_title=measures[name].label, height=360,
                 )  # fmt: skip
@@ -126,7 +127,7 @@ def _history(key: str, name: str, layer: int) -> None:
 
 def _by_layer(entry: Entry, measure: Measure) -> None:
     found = entry.picture(measure.name, rows="layer")
-    figure = charts.heatmap(
+    figure = heatmap(
         found.values, title=measure.name, x=found.first, x_title="step", y_title="layer",
         value_title=measure.unit if measure.unit != "1" else "", height=300,
     )  # fmt: skip
@@ -150,12 +151,12 @@ def _ranks(entry: Entry, measures: dict[str, Measure]) -> None:
         ("rank-seconds", step), lambda connection: ranks.seconds_at(connection, step, ranks=measure.ranks)
     )
     title = f"What each rank received at step {step:,}, and how long it took"
-    ui.chart(charts.rank_profile(received, seconds, title=title), key="router-ranks", alt=title)
+    ui.chart(rank_profile(received, seconds, title=title), key="router-ranks", alt=title)
     left, right = st.columns(2)
     with left:
         over = entry.picture(ranks.RECEIVED, rows="layer", fullest="rank")
         title = "Fullest rank over the mean, by layer"
-        figure = charts.heatmap(
+        figure = heatmap(
             over.values, title=title, x=over.first, x_title="step", y_title="layer", value_title="",
             height=320,
         )  # fmt: skip

@@ -6,6 +6,7 @@ import streamlit as st
 
 from nviz import charts, series, ui
 from nviz.catalog import Entry
+from nviz.heatmaps import heatmap
 from nviz.points import Line
 from nviz.queries import Measure
 
@@ -59,7 +60,7 @@ def _ranks(entry: Entry, measures: dict[str, Measure]) -> None:
         help="All ranks wait for the slowest in every step.",
     )
     ui.chart(
-        charts.heatmap(
+        heatmap(
             found.values, title="Step time by rank", x=found.first, x_title="step", y_title="rank", value_title="s",
             height=260 + 4 * min(len(found.values), 64),
         ),
