@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nmoe-prep`: text of every accepted form to shards, what is rejected, the split, and what is refused."""
+"""`nmoe-prep`: text of every accepted form to shards, what is rejected, the split, token files of others, and what is refused."""
 
 import gzip
 import json
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nmoe import cli
@@ -177,3 +178,74 @@ def test_prep_makes_the_builtin_corpus(tmp_path, capsys):
     assert cli.prep(["--builtin", "python-docs", "--output", str(tmp_path / "docs")]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'docs'}\n"
     assert open_shards(tmp_path / "docs" / "val").tokenizer_name == "bytes"
+
+
+TEXTS = [f"text {number}, ä" for number in range(40)]
+EOS = 256
+
+
+def ids(*, before: bool) -> np.ndarray:
+    """All texts as bytes, the end-of-document id before or behind each."""
+    rows = [np.frombuffer(text.encode(), np.uint8).astype(np.int64) for text in TEXTS]
+    return np.concatenate([np.append(EOS, row) if before else np.append(row, EOS) for row in rows])
+
+
+def llmc(path: Path, tokens: np.ndarray, *, magic: int, version: int, dtype: str) -> None:
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(tokens)
+    path.write_bytes(header.tobytes() + tokens.astype(dtype).tobytes())
+
+
+def nanogpt(path: Path, tokens: np.ndarray) -> None:
+    path.write_bytes(tokens.astype("<u2").tobytes())
+
+
+FORMS = {
+    "nanogpt.bin": ("uint16", nanogpt),
+    "olmo.npy": ("uint32", lambda path, tokens: path.write_bytes(tokens.astype("<u4").tobytes())),
+    "gpt2.bin": ("auto", lambda path, tokens: llmc(path, tokens, magic=20240520, version=1, dtype="<u2")),
+    "llama3.bin": ("auto", lambda path, tokens: llmc(path, tokens, magic=20240801, version=7, dtype="<u4")),
+    "numpy.npy": ("auto", lambda path, tokens: np.save(path, tokens.astype("<u2"))),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("before", [True, False])
+def test_tokens_become_the_shards_of_their_text(name: str, before: bool, tmp_path: Path):
+    width, write = FORMS[name]
+    (tmp_path / "tokens").mkdir()
+    write(tmp_path / "tokens" / name, ids(before=before))
+    (tmp_path / "texts.jsonl").write_bytes(jsonl(*TEXTS))
+    split = ["--val-fraction", "0.3", "--output"]
+    assert cli.prep([str(tmp_path / "tokens"), "--tokens", width, *split, str(tmp_path / "a")]) == 0
+    assert cli.prep([str(tmp_path / "texts.jsonl"), *split, str(tmp_path / "b")]) == 0
+    for side in ("train", "val"):
+        assert list(verify_shards(tmp_path / "a" / side)) == []
+        assert list(documents(tmp_path / "a" / side)) == list(documents(tmp_path / "b" / side))
+        assert open_shards(tmp_path / "a" / side).text_bytes == open_shards(tmp_path / "b" / side).text_bytes
+    places = [int(place.removeprefix(f"{name}:")) for _, place in documents(tmp_path / "a" / "train").values()]
+    assert all((ids(before=before)[place - 1] == EOS) for place in places if place)
+
+
+def test_wrong_files_are_refused_in_one_line(tmp_path: Path, capsys):
+    out = ["--output", tmp_path / "out"]
+    for content, width, message in (
+        (b"\1\0\2\0", "auto", "give --tokens uint16 or --tokens uint32"),
+        (b"\1\0\0\1\5", "uint16", "cut off or not uint16: holds 2 ids and 1 bytes"),
+        (b"\1\0\2\0", "uint16", "none of its 2 ids is 256"),
+        (b"\0\1\1\0\2\2", "uint16", "id 514 at 2; expected [0, 257) of tokenizer bytes"),
+        (b"\x93NUMPY", "auto", "damaged"),
+        (b"", "uint16", "no document to write (1 empty_text)"),
+    ):
+        path = tmp_path / "x.bin"
+        path.write_bytes(content)
+        assert message in refused(capsys, path, "--tokens", width, *out), message
+    llmc(path, ids(before=True), magic=20240520, version=1, dtype="<u2")
+    assert "its header says uint16; --tokens says uint32" in refused(capsys, path, "--tokens", "uint32", *out)
+    path.write_bytes(path.read_bytes()[:-2])
+    assert "cut off" in refused(capsys, path, "--tokens", "auto", *out)
+    np.save(tmp_path / "y.npy", np.zeros((2, 2), np.uint16))
+    assert "expected one row" in refused(capsys, tmp_path / "y.npy", "--tokens", "auto", *out)
+    (tmp_path / "z.txt").touch()
+    assert "ends in .bin or .npy" in refused(capsys, tmp_path / "z.txt", "--tokens", "auto", *out)
+    assert not list(tmp_path.rglob("manifest.json"))

@@ -7,6 +7,7 @@ so that help, checks of a config and `--dry-run` answer at once, also where it i
 """
 
 import argparse
+import functools
 import importlib.util
 import os
 import signal
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 import nmoe
 from nmoe.config import Config, load_config
 from nmoe.data.builtin import make_python_docs
+from nmoe.data.imports import DTYPES, find_token_files, import_tokens
 from nmoe.data.prep import PrepSummary, find_inputs, prepare
 from nmoe.errors import ConfigError, EnvironmentFault, NmoeError, line_of
 from nmoe.formats.tokenizers import load_tokenizer
@@ -79,7 +81,7 @@ def prep_parser() -> argparse.ArgumentParser:
         prog="nmoe-prep",
         usage="nmoe-prep [options] --output DIR (INPUT ... | --builtin python-docs)",
         description="Make token shards from text, without a judge. Reads .txt (one document a file) and .jsonl (key "
-        "'text'), plain or .gz, and folders of them.",
+        "'text'), plain or .gz, and folders of them; with --tokens, token files of other trainers.",
     )
     parser.add_argument("inputs", metavar="INPUT", nargs="*", help="file or folder")
     parser.add_argument(
@@ -90,6 +92,13 @@ def prep_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--output", metavar="DIR", required=True, help="folder to make")
     parser.add_argument("--tokenizer", metavar="T", help="'bytes' (default), a tokenizer.json or a folder with one")
+    parser.add_argument(
+        "--tokens",
+        metavar="WIDTH",
+        choices=DTYPES,
+        help="INPUT holds ids of --tokenizer, not text: .bin of nanoGPT or llm.c, .npy of OLMo or NumPy; uint16 or uint32 "
+        "where the files have no header, else auto",
+    )
     parser.add_argument(
         "--val-fraction",
         metavar="F",
@@ -227,7 +236,7 @@ def _prep(options: argparse.Namespace) -> int:
     if bool(options.inputs) == bool(options.builtin):
         raise ConfigError("nmoe-prep: expected either INPUT files or --builtin python-docs")
     if options.builtin:
-        for name in ("tokenizer", "val_fraction", "shard_tokens"):
+        for name in ("tokenizer", "tokens", "val_fraction", "shard_tokens"):
             if getattr(options, name) is not None:
                 raise ConfigError(f"--{name.replace('_', '-')}: has no effect with --builtin; leave it out")
         print(make_python_docs(output))
@@ -238,10 +247,11 @@ def _prep(options: argparse.Namespace) -> int:
     shard_tokens = 100_000_000 if options.shard_tokens is None else options.shard_tokens
     if shard_tokens < 2:
         raise ConfigError(f"--shard-tokens {shard_tokens}: expected 2 or more")
-    inputs = find_inputs(options.inputs)
+    inputs = find_token_files(options.inputs) if options.tokens else find_inputs(options.inputs)
     tokenizer = load_tokenizer(options.tokenizer or "bytes")
+    make = functools.partial(import_tokens, dtype=options.tokens) if options.tokens else prepare
     with _PrepProgress() as progress:
-        summary = prepare(
+        summary = make(
             inputs,
             tokenizer=tokenizer,
             output=output,

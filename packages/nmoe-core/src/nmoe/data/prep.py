@@ -12,13 +12,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
+
+import numpy as np
 
 from nmoe.errors import DataError
 from nmoe.formats.documents import Document, Reject, read_documents
 from nmoe.formats.shards import MANIFEST, ShardWriter
 from nmoe.formats.tokenizers import Tokenizer
 
-__all__ = ["PrepSummary", "find_inputs", "prepare"]
+__all__ = ["PrepSummary", "Sides", "find_inputs", "open_sides", "prepare"]
 
 _ENDINGS = (".jsonl", ".ndjson", ".txt", ".jsonl.gz", ".ndjson.gz", ".txt.gz")
 _BATCH_BYTES = 4 << 20
@@ -85,53 +88,82 @@ def prepare(
     Raises:
         DataError: the output holds shards already, or no document could be read.
     """
-    sides = ["train", "val"] if val_fraction else [""]
-    for side in sides:
-        if (output / side / MANIFEST).exists():
-            raise DataError(f"{output / side}: holds shards already; choose another --output or remove it")
-    output.mkdir(parents=True, exist_ok=True)
-    summary = PrepSummary(documents=Counter(), tokens=Counter(), rejected=Counter())
-    with contextlib.ExitStack() as stack:
-        rejects = stack.enter_context((output / "rejected.jsonl").open("w", encoding="utf-8"))
-        writers = {
-            side: stack.enter_context(ShardWriter(output / side, tokenizer=tokenizer, shard_tokens=shard_tokens))
-            for side in sides
-        }
-        size = 0
+    with open_sides(output, tokenizer=tokenizer, val_fraction=val_fraction, shard_tokens=shard_tokens) as sides:
         for batch in _batches(inputs):
             documents = [item for item in batch if isinstance(item, Document)]
             for item in batch:
                 if isinstance(item, Reject):
-                    summary.rejected[item.reason] += 1
-                    line = {"source": item.source, "line": item.line, "reason": item.reason, "detail": item.detail}
-                    rejects.write(json.dumps(line, ensure_ascii=False) + "\n")
+                    sides.reject(item)
             for document, tokens in zip(documents, tokenizer.encode_batch([d.text for d in documents]), strict=True):
-                data = document.text.encode("utf-8")
-                side = "val" if val_fraction and _share(data) < val_fraction else sides[0]
-                writers[side].add(tokens, id=document.id, source=document.source, text_bytes=len(data))
-                summary.documents[side] += 1
-                summary.tokens[side] += len(tokens) + 1
-                size += len(data)
-            report(sum(summary.documents.values()), size)
-        _refuse_empty(summary, sides, output)
-    return summary
+                sides.add(tokens, text=document.text.encode("utf-8"), id=document.id, source=document.source)
+            report(sides.documents, sides.text_bytes)
+    return sides.summary
 
 
-def _refuse_empty(summary: PrepSummary, sides: Sequence[str], output: Path) -> None:
-    """Raises where a folder would get no document: shards without a token help nobody."""
-    read = sum(summary.documents.values())
-    if not read:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(summary.rejected.items()))
-        raise DataError(
-            f"{output}: no document to write"
-            + (f" ({reasons}); {output / 'rejected.jsonl'} names each" if reasons else "; the input is empty")
-        )
-    for side in sides:
-        if not summary.documents[side]:
+@contextlib.contextmanager
+def open_sides(output: Path, *, tokenizer: Tokenizer, val_fraction: float, shard_tokens: int) -> Iterator["Sides"]:
+    """Opens the shard folders of a preparation: `train` and `val` with a `val_fraction`, else the output itself.
+
+    Raises:
+        DataError: the output holds shards already, or, in the end, a folder would have no document.
+    """
+    names = ["train", "val"] if val_fraction else [""]
+    for name in names:
+        if (output / name / MANIFEST).exists():
+            raise DataError(f"{output / name}: holds shards already; choose another --output or remove it")
+    output.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        rejects = stack.enter_context((output / "rejected.jsonl").open("w", encoding="utf-8"))
+        writers = {
+            name: stack.enter_context(ShardWriter(output / name, tokenizer=tokenizer, shard_tokens=shard_tokens))
+            for name in names
+        }
+        sides = Sides(output, writers, rejects, val_fraction)
+        yield sides
+        sides.refuse_empty()
+
+
+class Sides:
+    """Writes documents to one side or the other, and lists what is none; made by `open_sides`."""
+
+    def __init__(self, output: Path, writers: dict[str, ShardWriter], rejects: IO[str], val_fraction: float):
+        self._output, self._writers, self._rejects, self._val_fraction = output, writers, rejects, val_fraction
+        self.summary = PrepSummary(documents=Counter(), tokens=Counter(), rejected=Counter())
+        self.text_bytes = 0
+
+    @property
+    def documents(self) -> int:
+        """Written so far."""
+        return sum(self.summary.documents.values())
+
+    def add(self, tokens: np.ndarray, *, text: bytes, id: str, source: str) -> None:
+        """One document: its tokens without EOS, its text in UTF-8, which decides the side, and where it came from."""
+        name = "val" if self._val_fraction and _share(text) < self._val_fraction else next(iter(self._writers))
+        self._writers[name].add(tokens, id=id, source=source, text_bytes=len(text))
+        self.summary.documents[name] += 1
+        self.summary.tokens[name] += len(tokens) + 1
+        self.text_bytes += len(text)
+
+    def reject(self, item: Reject) -> None:
+        """Counts and lists what is no document."""
+        self.summary.rejected[item.reason] += 1
+        line = {"source": item.source, "line": item.line, "reason": item.reason, "detail": item.detail}
+        self._rejects.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    def refuse_empty(self) -> None:
+        """Raises where a folder would get no document: shards without a token help nobody."""
+        if not self.documents:
+            counts = ", ".join(f"{count} {reason}" for reason, count in sorted(self.summary.rejected.items()))
             raise DataError(
-                f"{output / side}: none of the {read} documents read fell to it; "
-                "use more documents or another --val-fraction"
+                f"{self._output}: no document to write"
+                + (f" ({counts}); {self._output / 'rejected.jsonl'} names each" if counts else "; the input is empty")
             )
+        for name in self._writers:
+            if not self.summary.documents[name]:
+                raise DataError(
+                    f"{self._output / name}: none of the {self.documents} documents read fell to it; "
+                    "use more documents or another --val-fraction"
+                )
 
 
 def _batches(inputs: Sequence[tuple[Path, str]]) -> Iterator[list[Document | Reject]]:
