@@ -2,6 +2,7 @@
 """Dispatch, return and their parts, against peers in the same run; bytes that cross the link are counted, and no others.
 
     python benchmarks/rdep.py [--ranks N] [--csv rdep.csv] [--shape 0]        one process a GPU; results of rank 0
+    uv run --with torchtitan==0.3.0 python benchmarks/rdep.py ...      with torchtitan's kernels among the peers
     uv run --with matplotlib python benchmarks/rdep.py --plot rdep.csv        draws rdep.svg from a file of results
 
 With one GPU there is no link: the parts are timed on one rank that sends to itself, which bounds the kernels from one
@@ -23,6 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rdep_peers import Peer, nccl, torchtitan, vdev
 
 from nmoe.comm.communicator import Communicator
 from nmoe.comm.ipc import Ipc
@@ -212,60 +214,14 @@ def transfers(at: Setting) -> Iterator[dict]:
     yield row("return", at, event_times(returning, at.align), remote=remote)
 
 
-def nccl(at: Setting) -> Iterator[dict]:
-    """Counts exchange, permutation and `all_to_all_single`, one row for each (token, expert), both ways."""
+def peers(at: Setting, chosen: tuple[Peer, ...]) -> Iterator[dict]:
+    """What others do for the same rows, one row for each (token, expert)."""
     size, share = at.comm.size, at.exchange.experts_per_rank
-    flat = at.expert.view(-1)
-
-    def sending() -> tuple:
-        order = torch.argsort(flat, stable=True)
-        sent = torch.bincount(flat // share, minlength=size)
-        got = torch.empty_like(sent)
-        dist.all_to_all_single(got, sent)
-        out_splits, in_splits = torch.stack([got, sent]).tolist()
-        rows = at.x[order // at.top_k]
-        arrived = rows.new_empty(sum(out_splits), at.width)
-        dist.all_to_all_single(arrived, rows, out_splits, in_splits)
-        return arrived, order, out_splits, in_splits
-
-    arrived, order, out_splits, in_splits = sending()
-
-    def returning() -> None:
-        home = arrived.new_empty(sum(in_splits), at.width)
-        dist.all_to_all_single(home, arrived, in_splits, out_splits)
-        back = torch.empty_like(home)
-        back[order] = home
-        (back.view(at.tokens, at.top_k, at.width) * at.gate.unsqueeze(2).bfloat16()).sum(dim=1)
-
-    remote = (sum(in_splits) - in_splits[at.comm.rank]) * at.width * 2
-    yield row("nccl dispatch", at, event_times(sending, at.align), remote=remote)
-    yield row("nccl return", at, event_times(returning, at.align), remote=remote)
-
-
-def vdev(at: Setting) -> Iterator[dict]:
-    """The same as `nccl` by torch's NVSHMEM all-to-all, which reads its counts on the device: rows sorted by expert."""
-    import torch.distributed._symmetric_memory as symmetric
-
-    symmetric.set_backend("NVSHMEM")
-    size, share, world = at.comm.size, at.exchange.experts_per_rank, dist.group.WORLD
-    assert world is not None
-    rows, flat, here = at.tokens * at.top_k, at.expert.view(-1), at.x.device
-    sent = symmetric.empty(rows, at.width, dtype=torch.bfloat16, device=here)
-    got = symmetric.empty(2 * rows, at.width, dtype=torch.bfloat16, device=here)
-    counts = symmetric.empty(size * share, dtype=torch.int64, device=here)
-    places = symmetric.empty(2, size * share, dtype=torch.int64, device=here)
-    for tensor in (sent, got, counts, places):
-        symmetric.rendezvous(tensor, world.group_name)
-
-    def sending() -> None:
-        order = torch.argsort(flat, stable=True)
-        counts.copy_(torch.bincount(flat, minlength=at.experts))
-        torch.index_select(at.x, 0, order // at.top_k, out=sent)
-        torch.ops.symm_mem.all_to_all_vdev_2d(sent, got, counts, places, world.group_name, None)
-
-    sending()
-    remote = int(counts.view(size, share).sum(dim=1).sum() - counts.view(size, share)[at.comm.rank].sum())
-    yield row("vdev_2d dispatch", at, event_times(sending, at.align), remote=remote * at.width * 2)
+    sent_P = torch.bincount(at.expert.view(-1) // share, minlength=size)
+    remote = int(sent_P.sum() - sent_P[at.comm.rank]) * at.width * 2
+    for peer in chosen:
+        for what, work in peer(at.x, at.expert, at.gate, at.experts):
+            yield row(what, at, event_times(work, at.align), remote=remote)
 
 
 def layer(comm: Communicator) -> Iterator[dict]:
@@ -300,13 +256,13 @@ def measure(comm: Communicator, shape: tuple[int, int, int, int], *, with_vdev: 
     """All lines of one shape but the layer's."""
     at = Setting.of(shape, comm)
     if with_vdev:
-        yield from vdev(at)
+        yield from peers(at, (vdev,))
         return
     yield from parts(at)
     if comm.size > 1:
         yield from transfers(at)
     if comm.size > 1 and torch.cuda.device_count() >= comm.size:
-        yield from nccl(at)
+        yield from peers(at, (nccl, torchtitan))
 
 
 def work(rank: int, size: int, store: str, options: argparse.Namespace) -> None:
