@@ -2,6 +2,7 @@
 """Time of work on a GPU, and the product that it is compared with."""
 
 import statistics
+import time
 from collections.abc import Callable
 
 import torch
@@ -10,17 +11,21 @@ __all__ = ["dense_ceiling", "milliseconds"]
 
 
 def milliseconds(work: Callable[[], object], *, runs: int = 15) -> float:
-    """Median time of `work` on the GPU after three warm-ups."""
-    times = []
-    for run in range(runs + 3):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
+    """Median time of `work` after three warm-ups: on the GPU, or by the clock where there is none."""
+    return statistics.median([_once(work) for _ in range(runs + 3)][3:])
+
+
+def _once(work: Callable[[], object]) -> float:
+    if not torch.cuda.is_available():
+        began = time.perf_counter()
         work()
-        end.record()
-        torch.cuda.synchronize()
-        if run >= 3:
-            times.append(begin.elapsed_time(end))
-    return statistics.median(times)
+        return 1e3 * (time.perf_counter() - began)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    work()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end)
 
 
 def dense_ceiling() -> float:

@@ -3,7 +3,12 @@
 
 import os
 
+import hypothesis
 import pytest
+
+# Examples take a second, not a tenth, where others load the machine.
+hypothesis.settings.register_profile("unhurried", deadline=None)
+hypothesis.settings.load_profile("unhurried")
 
 # Before anything imports PyTorch: threads that spin while they wait starve the other processes that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

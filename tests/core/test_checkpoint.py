@@ -73,6 +73,24 @@ def test_training_may_go_on_while_a_checkpoint_is_written(tmp_path):
     assert_good(find_checkpoint(list_checkpoints(tmp_path)[0]))
 
 
+@pytest.mark.gpu
+def test_copy_off_the_gpu_is_waited_for_by_what_changes_the_values_and_by_nothing_else(tmp_path):
+    values = {"model.w": torch.ones(1 << 28, device="cuda")}  # 1 GiB, some 20 ms to copy
+    writer = CheckpointWriter(tmp_path, config={}, keep=2)
+    for step in (1, 2):  # the first pins memory, for seconds
+        pause = writer.save(step, tensors=values, state={"step": step})
+        copied = writer._copied
+        assert copied is not None
+        if step == 2:
+            assert not copied.query(), f"the host waited {pause} s for the copy"
+        writer.before_update()
+        values["model.w"].fill_(step + 1)
+        writer.wait()
+    found = {"model.w": torch.zeros(1 << 28)}
+    load_tensors(read_checkpoint(list_checkpoints(tmp_path)[-1]), found)
+    assert (found["model.w"] == 2).all()
+
+
 def assert_set(event: threading.Event) -> None:
     assert event.wait(30)
 

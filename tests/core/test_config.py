@@ -282,6 +282,18 @@ def test_change_of_a_free_key_lets_a_run_go_on_and_others_are_named():
     ]
 
 
+def test_held_out_folders_may_be_one_text_and_a_run_that_recorded_one_goes_on():
+    for text, folders in (("a", ("a",)), ('"a"', ("a",)), ('["a", "b"]', ("a", "b")), ("", ()), ("[]", ())):
+        assert tiny(f"data.val={text}").data.val == folders
+    assert "data.val = 3: expected a text or a list of texts" in refusal(text=TINY.replace('"held-out"', "3"))
+    old = recorded(tiny())
+    old["data"]["val"] = "held-out"
+    assert changed_keys(old, tiny()) == []
+    assert changed_keys(old, tiny("data.val=other")) == ['data.val: ["held-out"] -> ["other"]']
+    old["data"]["val"] = ""
+    assert changed_keys(old, tiny("data.val=")) == []
+
+
 def test_key_that_is_newer_than_the_run_had_its_default():
     old = recorded(tiny())
     del old["moe"]["z_loss"], old["rope"], old["moe"]["top_k"]

@@ -37,7 +37,7 @@ def test_packing_trains_on_the_end_of_every_document():
 def test_byte_entropy_of_a_known_distribution(tmp_path):
     with ShardWriter(tmp_path / "s", tokenizer=ByteTokenizer()) as writer:
         writer.add(np.array([65, 65, 66, 67], dtype=np.uint32), id="a", source="s", text_bytes=4)
-    assert byte_entropy(open_shards(tmp_path / "s"), ByteTokenizer()) == pytest.approx(1.5 * np.log(2))
+    assert byte_entropy([open_shards(tmp_path / "s")], ByteTokenizer()) == pytest.approx(1.5 * np.log(2))
 
 
 def test_sources_refuse_a_vocabulary_smaller_than_the_shards(tiny):

@@ -7,8 +7,12 @@ import pytest
 import torch
 
 from nmoe.config import Optim
-from nmoe.optim.adamw import AdamW, round_stochastically
+from nmoe.ops.adamw.rounding import noise, round_up_at_random
+from nmoe.optim.adamw import AdamW
 from nmoe.optim.clip import clip_gradients, gradient_norm
+from nmoe.optim.noise import noise_key
+from nmoe.optim.optimizer import make_optimizer
+from nmoe.pieces import Piece
 
 
 def parameters(dtype=torch.float32) -> list[tuple[str, torch.nn.Parameter]]:
@@ -99,14 +103,76 @@ def test_adamw_moves_a_master_value_by_less_than_bf16_could_hold():
 
 def test_stochastic_rounding_keeps_the_mean_and_special_values():
     value = 1.0 + 0.3 / 128
-    generator = torch.Generator().manual_seed(0)
-    rounded = round_stochastically(torch.full((200_000,), value), generator=generator).float()
+    bits = noise(3, offset=0, count=200_000, device=torch.device("cpu"))
+    rounded = round_up_at_random(torch.full((200_000,), value), bits).float()
     assert set(rounded.unique().tolist()) == {1.0, 1.0 + 1 / 128}
     assert float(rounded.double().mean()) == pytest.approx(value, abs=5e-5)
     special = torch.tensor([0.0, -2.0, math.inf, -math.inf, math.nan])
-    kept = round_stochastically(special, generator=generator).float()
+    kept = round_up_at_random(special, bits[:5]).float()
     assert torch.equal(kept[:4], special[:4])
     assert kept[4].isnan()
+
+
+def mixed(bits: int) -> int:
+    """The hash in whole numbers, as its author writes it."""
+    bits ^= bits >> 16
+    bits = bits * 0x7FEB352D % (1 << 32)
+    bits ^= bits >> 15
+    bits = bits * 0x846CA68B % (1 << 32)
+    return bits ^ bits >> 16
+
+
+def test_noise_is_the_hash_of_key_and_place_however_the_places_are_cut():
+    key, first, device = 0xFEDCBA98_76543210, (5 << 32) - 3, torch.device("cpu")  # across a boundary of 32 bits
+    whole = noise(key, offset=first, count=6, device=device)
+    expected = [
+        mixed(mixed(place % (1 << 32) ^ 0x76543210) ^ place >> 32 ^ 0xFEDCBA98) for place in range(first, first + 6)
+    ]
+    assert [bits % (1 << 32) for bits in whole.tolist()] == expected
+    assert torch.equal(noise(key, offset=first + 2, count=3, device=device), whole[2:5])
+
+
+def test_noise_has_no_bias_and_no_memory_of_place_update_moment_or_name():
+    keys = [noise_key(7, update=update, name=name) for update in (1, 2) for name in ("a", "b")]
+    drawn = [noise(key, offset=0, count=1 << 16, device=torch.device("cpu")) for key in keys]
+    halves = torch.stack([half.double() for bits in drawn for half in (bits & 0xFFFF, bits >> 16 & 0xFFFF)])
+    rows = torch.cat([halves, halves.roll(1, dims=1)]) / 65536 - 0.5
+    rows = rows * math.sqrt(12.0)
+    error = 1.0 / math.sqrt(1 << 16)
+    assert rows.mean(dim=1).abs().max() < 4.5 * error
+    gram = rows @ rows.T / (1 << 16) - torch.eye(len(rows))
+    assert gram.fill_diagonal_(0.0).abs().max() < 4.5 * error
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_bf16_moments_of_rows_on_several_ranks_are_the_bits_of_the_whole(kind):
+    """Equal gradients give equal moments, wherever the rows are: also on ranks without any."""
+    whole, generator = parameters(), torch.Generator().manual_seed(1)
+    config = Optim(learning_rate=1e-2, kind=kind, moment_dtype="bf16")
+    cuts = {"matrix": (0, 7, 7 if kind == "adamw" else 9, 20), "experts": (0, 1, 2, 3), "norm.weight": (0, 10, 20, 30)}
+    ranks, optimizers = [], []
+    for rank in range(3):
+        rows = {name: slice(*cuts[name][rank : rank + 2]) for name, _ in whole}
+        ranks.append([(name, torch.nn.Parameter(p.detach()[rows[name]].clone())) for name, p in whole])
+        pieces = {
+            name: Piece(tensor=mine, shape=tuple(p.shape), start=rows[name].start)
+            for (name, p), (_, mine) in zip(whole, ranks[-1], strict=True)
+        }
+        optimizers.append(make_optimizer(ranks[-1], config=config, seed=5, dtype=torch.float32, pieces=pieces))
+    optimizer = make_optimizer(whole, config=config, seed=5, dtype=torch.float32)
+    for _ in range(3):
+        for number, (name, p) in enumerate(whole):
+            p.grad = torch.randn(p.shape, generator=generator)
+            for rank, mine in enumerate(ranks):
+                mine[number][1].grad = p.grad[slice(*cuts[name][rank : rank + 2])].clone()
+        for each in (optimizer, *optimizers):
+            each.step(learning_rate=1e-2)
+    for name, moment in optimizer.state().items():
+        assert moment.dtype == torch.bfloat16
+        assert torch.equal(torch.cat([each.state()[name] for each in optimizers]), moment), name
+    if kind == "adamw":
+        for number, (name, p) in enumerate(whole):
+            assert torch.equal(torch.cat([mine[number][1] for mine in ranks]), p), name
 
 
 def test_gradient_norm_is_that_of_all_gradients_and_clipping_brings_it_to_the_limit():

@@ -22,7 +22,7 @@ from nmoe.config import load_config
 from nmoe.formats.metrics import CATALOGUE, open_store
 from nmoe.formats.order import Rows
 from nmoe.formats.runs import RunLock, read_run
-from nmoe.formats.shards import open_shards
+from nmoe.formats.shards import ShardSet, open_shards
 from nmoe.model.transformer import Transformer
 
 Train = Callable[..., int]
@@ -161,6 +161,43 @@ def test_held_out_loss_is_that_of_every_document_read_alone(finished, python_doc
     )
     assert loss == pytest.approx(total / count, rel=1e-5)
     assert per_byte == pytest.approx(loss * val.num_tokens / val.text_bytes)
+
+
+def test_several_held_out_sets_have_a_loss_each_and_the_mean_is_that_over_all_their_tokens(
+    tmp_path, nmoe_train, python_docs, capsys
+):
+    folders = {name: python_docs / name for name in ("val", "train")}
+    listed = ", ".join(f'"{folder}"' for folder in folders.values())
+    names = {
+        "both": f"[{listed}]",
+        "val": str(folders["val"]),
+        "train": f'["{folders["train"]}"]',
+    }
+    found = {}
+    for name, value in names.items():
+        setting = ("train.steps=1", *STEADY, "train.eval_batches=3", f"run.name={name}", f"data.val={value}")
+        assert nmoe_train(tmp_path, *setting) == 0
+        found[name] = dict(query(tmp_path / "runs" / name, "SELECT name, value FROM metrics WHERE name LIKE 'val/%'"))
+    assert set(found["val"]) == {"val/loss", "val/loss_per_byte"}, "one set is the whole"
+    apart = {name: found["both"][f"val/source_loss[{folder}]"] for name, folder in folders.items()}
+    assert apart == {name: found[name]["val/loss"] for name in folders}
+    assert apart["val"] != apart["train"]
+    counts = {name: targets(open_shards(folder), rows=6) for name, folder in folders.items()}  # 3 micro batches of 2
+    total = sum(apart[name] * counts[name] for name in folders)
+    assert found["both"]["val/loss"] == pytest.approx(total / sum(counts.values()), rel=1e-12)
+    per_token = {name: found[name]["val/loss"] / found[name]["val/loss_per_byte"] for name in folders}
+    size = sum(counts[name] * per_token[name] for name in folders)
+    assert found["both"]["val/loss_per_byte"] == pytest.approx(total / size, rel=1e-12)
+    assert f"step 1: held-out loss of {folders['train']} {apart['train']:.4f} nat/token" in capsys.readouterr().err
+    assert nmoe_train(tmp_path, f'data.val=["{folders["val"]}", "{folders["val"]}/"]') == 2
+    assert "data.val names" in capsys.readouterr().err
+
+
+def targets(shards: ShardSet, *, rows: int) -> int:
+    """Targets of some rows, evenly spread."""
+    cut = Rows(shards, seq_len=64)
+    spans = [cut.span(int(number)) for number in np.arange(rows) * cut.num_rows // rows]
+    return sum(end - start - 1 for _, start, end in spans)
 
 
 def test_finished_run_and_the_same_command_make_a_second_folder_with_the_same_bits(finished, nmoe_train):

@@ -265,18 +265,24 @@ def test_router_joins_what_a_rank_received_with_the_time_it_took(
 def test_data_shows_the_judges_scores_beside_the_loss_of_each_source(
     write_run: ModuleType, tmp_path: Path, page: Open, spec: Spec
 ):
+    """As the trainer writes it: by the folder of the held-out documents, beside that of the documents trained on."""
     batches = write_run.make_data(tmp_path / "data")
-    for name, losses in (("whole", {}), ("apart", {"val/source_loss[data/demo]": 2.5, "val/source_loss[other]": 9.0})):
+    (tmp_path / "data" / "demo").rename(tmp_path / "data" / "train")
+    (tmp_path / "data" / "demo").mkdir()
+    (tmp_path / "data" / "train").rename(tmp_path / "data" / "demo" / "train")
+    batches = {step: [(p.replace("/demo/", "/demo/train/"), *at) for p, *at in batches[step]] for step in batches}
+    apart = {"val/source_loss[data/demo/val]": 2.5, "val/source_loss[data/other/val]": 9.0}
+    for name, losses in (("whole", {}), ("apart", apart)):
         with write_run.recorded(tmp_path / "runs", name, steps=3) as writer:
             for step in range(3):
                 writer.log(step, {"train/loss": 4.0 - step, "val/loss": 5.0 - step, **losses})
                 writer.log_batches(step, batches[step])
     found = charts(page(tmp_path / "runs", "data", run=["apart"]), spec)
-    scores = found["data/demo, 100% of the tokens: judge scores"]["data"]
+    scores = found["data/demo/train, 100% of the tokens: judge scores"]["data"]
     assert {trace["name"]: int(numbers(trace["y"]).sum()) for trace in scores} == {"crawl.jsonl": 1, "topics.jsonl": 40}
-    loss = found["data/demo: held-out loss"]
+    loss = found["data/demo/train: held-out loss"]
     assert loss["layout"]["yaxis"]["title"]["text"] == "nat/token"
-    assert [(trace["name"], numbers(trace["y"]).tolist()) for trace in loss["data"]] == [("data/demo", [2.5] * 3)]
+    assert [(trace["name"], numbers(trace["y"]).tolist()) for trace in loss["data"]] == [("data/demo/val", [2.5] * 3)]
     app = page(tmp_path / "runs", "data", run=["whole"])
     mixture = charts(app, spec)["Loss of the whole mixture"]["data"]
     assert [(trace["name"], numbers(trace["y"]).tolist()) for trace in mixture] == [

@@ -36,10 +36,13 @@ def main(arch: str) -> None:
     for order in ("012", "001", "0102", "01"):
         op("route_topk").pieces_kernel(order, 4)
     op("route_topk").pieces_kernel("01", 1)
+    for width in (8, 1):
+        op("adamw").step_kernel(width)
     op("swiglu").swiglu_kernel("bfloat16")
     op("swiglu").swiglu_backward_kernel("bfloat16")
     op("rope").rotate_kernel("bfloat16", True)
     op("cross_entropy").softmax_kernel(True, True)
+    compile_symmetric(op("gram", arch.replace("_", "")))
     compile_attention(op("attention"))
     compile_exchange(op)
     compile_products(op("grouped_gemm", arch.replace("_", "")))
@@ -84,8 +87,28 @@ def compile_attention(attention) -> None:
         attention.backward(out, q, k, v, out, lse, documents, scale=0.1)
 
 
+def compile_symmetric(gram) -> None:
+    """Of matrices as they lie, of their transposes, and with a second summand."""
+    import torch
+
+    x = torch.zeros(2, 1024, 1536, dtype=torch.bfloat16)
+    calls = [partial(gram.gram, x), partial(gram.gram, x.mT.contiguous().mT)]
+    calls.append(partial(gram.quadratic, torch.zeros(2, 1024, 1024, dtype=torch.bfloat16), linear=-4.8, square=2.0))
+    load_fails(calls)
+
+
+def load_fails(calls) -> None:
+    """Kernels that are compiled by their first call, which then fails for want of a driver to load them into."""
+    for call in calls:
+        try:
+            call()
+        except Exception as error:
+            if "driver" not in str(error):
+                raise
+
+
 def compile_products(gemm) -> None:
-    """The grouped products are compiled by their first call, which then fails for want of a driver to load them into."""
+    """The grouped products."""
     import torch
 
     tokens, width, experts, top_k = 4096, 256, 8, 2
@@ -106,12 +129,7 @@ def compile_products(gemm) -> None:
             partial(gemm.dw13, x, preact, index, offset, out_X2FD=torch.zeros(w13.shape)),
             partial(gemm.dw2, x, act, index, offset, out_XDF=torch.zeros(w2.shape)),
         ]
-        for call in calls:
-            try:
-                call()
-            except Exception as error:
-                if "driver" not in str(error):
-                    raise
+        load_fails(calls)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writing checkpoints while training goes on.
 
-Training pauses only for a copy of the tensors to host memory; a thread writes, hashes and completes the checkpoint. A
-full or broken disk never stops training: the failure is logged and counted, and the older checkpoints stay. Several ranks
-write one checkpoint: each a file of its own rows, and rank 0 completes it when it knows size and hash of every file.
+On a CPU training pauses for a copy of the tensors. On a GPU they are copied to host memory on a stream of their own, while
+the next step computes; only its update has to wait until they are there. A thread writes, hashes and completes the
+checkpoint. A full or broken disk never stops training: the failure is logged and counted, and the older checkpoints stay.
+Several ranks write one checkpoint: each a file of its own rows, and rank 0 completes it when it knows size and hash of every
+file.
 """
 
 import logging
@@ -64,13 +66,15 @@ class CheckpointWriter:
         self._before_commit, self._on_failure = before_commit, on_failure
         self._rank, self._group = rank, group
         self._staged: dict[str, Piece] = {}
+        self._stream: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None
         self._thread: threading.Thread | None = None
         self._defect: Exception | None = None
         self.failures = 0
         self.last_error = ""
 
     def save(self, step: int, *, tensors: Mapping[str, torch.Tensor | Piece], state: Mapping[str, Any]) -> float:
-        """Takes a copy of the tensors and begins to write it.
+        """Takes a copy of the tensors and begins to write it; on a GPU see `before_update`, too.
 
         Args:
             step: optimizer steps done.
@@ -79,7 +83,7 @@ class CheckpointWriter:
             state: counters and positions, JSON values.
 
         Returns:
-            Seconds that training paused: waiting for the checkpoint before, and the copy.
+            Seconds that training paused: waiting for the checkpoint before, and the copy, or on a GPU its start.
         """
         began = time.perf_counter()
         self.wait()
@@ -96,20 +100,34 @@ class CheckpointWriter:
         if self._defect is not None:
             raise self._defect
 
+    def before_update(self) -> None:
+        """To be called before the saved tensors change: what the GPU does from here on waits for their copy, the host does not."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+
     def _stage(self, tensors: Mapping[str, torch.Tensor | Piece]) -> None:
         """Copies to host memory, page-locked where the source is a GPU; the buffers are kept for the next time."""
-        on_gpu = False
-        for name, piece in ((name, as_piece(tensor)) for name, tensor in tensors.items()):
-            tensor = piece.tensor
-            on_gpu |= tensor.is_cuda
+        pieces = {name: as_piece(tensor) for name, tensor in tensors.items()}
+        on_gpu = any(piece.tensor.is_cuda for piece in pieces.values())
+        for name, piece in pieces.items():
             if name not in self._staged:
-                self._staged[name] = piece.of(torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda))
-            self._staged[name].tensor.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+                empty = torch.empty_like(piece.tensor, device="cpu", pin_memory=piece.tensor.is_cuda)
+                self._staged[name] = piece.of(empty)
         if on_gpu:
-            torch.cuda.synchronize()
+            self._stream = self._stream or torch.cuda.Stream()
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):  # nothing where it is None
+            for name, piece in pieces.items():
+                self._staged[name].tensor.copy_(piece.tensor.detach(), non_blocking=on_gpu)
+        self._copied = None
+        if self._stream:
+            self._copied = torch.cuda.Event()
+            self._copied.record(self._stream)
 
     def _run(self, step: int, state: dict[str, Any]) -> None:
         try:
+            if self._copied is not None:
+                self._copied.synchronize()
             self._write(step, state)
         except Exception as error:  # noqa: BLE001 - a defect, not a disk: `wait` raises it on the training thread
             self._defect = error

@@ -21,6 +21,9 @@ from nmoe.errors import ConfigError
 
 __all__ = ["config_from_tables", "describe", "load_config", "parse_config"]
 
+_TEXTS = tuple[str, ...]
+"""What may also be written as one text: a list of one, or of none where it is empty."""
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Reads and checks a config.
@@ -101,8 +104,8 @@ def _apply_override(tables: dict[str, Any], override: str, origins: dict[str, st
     _refuse_unknown([key], _names(kind), where, kind="key", prefix=f"{section}.")
     hint = typing.get_type_hints(kind, include_extras=True)[key]
     text = text.strip()
-    is_text = hint is str or (get_origin(hint) is Literal)
-    if is_text and not text.startswith(('"', "'")):
+    is_text = hint is str or (get_origin(hint) is Literal) or hint == _TEXTS
+    if is_text and not text.startswith(('"', "'", "[") if hint == _TEXTS else ('"', "'")):
         value: Any = text
     else:
         try:
@@ -157,6 +160,8 @@ def _convert(value: Any, hint: Any, where: str, name: str) -> Any:
         return value
     if origin is tuple:
         items = get_args(hint)
+        if hint == _TEXTS and isinstance(value, str):
+            value = [value] if value else []
         if not isinstance(value, list):
             raise problem
         if items[-1] is Ellipsis:
@@ -205,6 +210,8 @@ def describe(hint: Any) -> str:
         return f"{words[kind]} {bound}"
     if origin is Literal:
         return "one of " + ", ".join(f'"{choice}"' for choice in get_args(hint))
+    if hint == _TEXTS:
+        return "a text or a list of texts"
     if origin is tuple:
         items = get_args(hint)
         if items[-1] is Ellipsis:

@@ -6,6 +6,7 @@ Each rule is a line that yields one message of the form `moe.top_k = 9 exceeds m
 
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
+from pathlib import Path
 from typing import Any
 
 from nmoe.config.schema import Config
@@ -115,6 +116,9 @@ def _run_violations(config: Config) -> Iterator[str]:
         yield f'data.builtin = "{data.builtin}" brings its own text; remove data.train and data.val'
     if not data.builtin and not data.train:
         yield "data.train is empty; name a folder of shards (nmoe-prep makes one) or set data.builtin"
+    folders = [Path(folder) for folder in data.val]
+    if twice := next((str(folder) for folder in folders if folders.count(folder) > 1), ""):
+        yield f"data.val names {format_value(twice)} twice; name each folder once"
     if train.batch_size % train.micro_batch_size:
         yield f"train.micro_batch_size = {train.micro_batch_size} does not divide train.batch_size = {train.batch_size}"
     if not data.val and not data.builtin and (train.eval_every or train.eval_batches):
@@ -150,7 +154,7 @@ def changed_keys(old: dict[str, Any], new: Config) -> list[str]:
         before = {field.name: _default(field) for field in known if _default(field) is not None} | old.get(section, {})
         after = {field.name: getattr(current[section], field.name) for field in known}
         for key in sorted(set(before) | set(after)):
-            was = _written(before[key]) if key in before else "(absent)"
+            was = _written(_listed(before[key], like=after.get(key))) if key in before else "(absent)"
             now = _written(after[key]) if key in after else "(absent)"
             if was != now and f"{section}.{key}" not in FREE_KEYS:
                 differences.append(f"{section}.{key}: {was} -> {now}")
@@ -160,6 +164,11 @@ def changed_keys(old: dict[str, Any], new: Config) -> list[str]:
 def _default(field: Field[Any]) -> Any:
     """The default of a key, or None where it has to be given."""
     return None if field.default is MISSING else field.default
+
+
+def _listed(value: Any, *, like: Any) -> Any:
+    """A text that by now stands in a list, as that list: `data.val` once named one folder."""
+    return ([value] if value else []) if isinstance(value, str) and isinstance(like, tuple) else value
 
 
 def _written(value: Any) -> str:

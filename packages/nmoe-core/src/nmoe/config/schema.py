@@ -220,8 +220,8 @@ class Data:
     """Length of a sequence, in tokens."""
     train: tuple[Source, ...] = ()
     """Shard folders to train on: `["dir"]` or `[{path = "dir", weight = 2}, ...]`."""
-    val: str = ""
-    """Shard folder held out from training; empty: no held-out loss."""
+    val: tuple[str, ...] = ()
+    """Shard folders held out from training: `"dir"` or `["dir", ...]`, each with a loss of its own; empty: no held-out loss."""
     builtin: Literal["", "python-docs"] = ""
     """Instead of `train` and `val`: a corpus that comes with Python, made under `data/` on first use."""
 
@@ -258,7 +258,7 @@ class Train:
     eval_every: Natural = 0
     """Steps between held-out evaluations; 0: only after the last step."""
     eval_batches: Natural = 0
-    """Micro batches of one held-out evaluation; 0: all held-out data."""
+    """Micro batches of one held-out evaluation, from each folder of `data.val`; 0: all held-out data."""
 
     @property
     def accumulation(self) -> int:

@@ -44,16 +44,11 @@ def open_train(config: Config, *, hashed: bool = True) -> tuple[list[ShardSet], 
     return sets, weights
 
 
-def open_val(config: Config, *, like: ShardSet, hashed: bool = True) -> ShardSet | None:
-    """Opens the held-out set, which must be made by the tokenizer of the set `like`. Raises like `open_train`.
-
-    Returns:
-        The set; None where the config names none.
-    """
-    if not config.data.builtin and not config.data.val:
-        return None
-    val = open_shards(make_python_docs() / "val" if config.data.builtin else config.data.val)
-    _check(config, [val], like=like, hashed=hashed)
+def open_val(config: Config, *, like: ShardSet, hashed: bool = True) -> list[ShardSet]:
+    """Opens the held-out sets, which must be made by the tokenizer of the set `like`. Raises like `open_train`."""
+    folders = [make_python_docs() / "val"] if config.data.builtin else config.data.val
+    val = [open_shards(folder) for folder in folders]
+    _check(config, val, like=like, hashed=hashed)
     return val
 
 

@@ -63,7 +63,7 @@ _METRICS = (
     _gauge(
         "val/source_loss",
         "nat/token",
-        "Cross entropy on held-out documents of one source of the mixture, which stands in brackets after the name.",
+        "Cross entropy on the held-out documents of one folder of several, which stands in brackets after the name.",
     ),
     _gauge("speed/tokens_per_second", "token/s", "Tokens of the step over its time, all ranks together."),
     _gauge("speed/step_time", "s", "Wall time of the step, without evaluation and checkpoints."),

@@ -4,23 +4,23 @@
 The parameters themselves are the masters: an update of 1e-4 of a weight's size would round away in bf16. bf16 moments
 halve the optimizer's memory (7.34 B parameters: 29 GB instead of 59) and are rounded stochastically, because rounding to
 nearest would freeze a second moment that changes by less than 1/256 a step (beta2 = 0.999 and up). The random bits are a
-function of (seed, update, parameter, place in this rank's rows), so a resumed run rounds as the uninterrupted one does;
-with another number of ranks it rounds otherwise, as well.
+function of (seed, update, parameter's name, element's place in the whole parameter), so a resumed run rounds as the
+uninterrupted one does, and so does any other number of ranks.
 """
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch.optim.adamw import adamw
 
 from nmoe.config import Optim
+from nmoe.ops.adamw import Rule, kernels
 from nmoe.optim.groups import Pace, pace_of
-from nmoe.pieces import local
+from nmoe.optim.noise import noise_key
+from nmoe.pieces import Piece, local
 
-__all__ = ["AdamW", "mixed_seed", "round_stochastically"]
-
-# Elements updated at a time where moments are widened, so that temporaries stay at 256 MiB whatever the tensor's size.
-_CHUNK = 1 << 24
+__all__ = ["AdamW"]
 
 
 class AdamW:
@@ -30,12 +30,21 @@ class AdamW:
         parameters: (name, parameter) pairs, fp32 or fp64; of a sharded one, this rank's rows.
         config: rates, decay and the moments' dtype.
         seed: seed of the stochastic rounding.
+        pieces: by name, which rows of a parameter these are; one that is not named is whole.
 
     Source: Loshchilov, Hutter 2019, arXiv:1711.05101 algorithm 2; decay times the learning rate.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], *, config: Optim, seed: int):
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        *,
+        config: Optim,
+        seed: int,
+        pieces: Mapping[str, Piece] = MappingProxyType({}),
+    ):
         self._parameters = dict(parameters)
+        self._offset = {name: pieces[name].offset if name in pieces else 0 for name in self._parameters}
         self._config, self._seed = config, seed
         self.num_updates = 0
         narrow = config.moment_dtype == "bf16"
@@ -84,24 +93,27 @@ class AdamW:
 
     @torch.no_grad()
     def _update_narrow(self, names: list[str], learning_rate: float, weight_decay: float) -> None:
-        beta1, beta2 = self._config.betas
-        correction1, correction2 = 1.0 - beta1**self.num_updates, 1.0 - beta2**self.num_updates
-        order = {name: number for number, name in enumerate(self._parameters)}
+        config = self._config
+        rule = Rule(
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            beta1=config.betas[0],
+            beta2=config.betas[1],
+            eps=config.eps,
+            number=self.num_updates,
+        )
         for name in names:
-            parameter, moments = local(self._parameters[name]), self._moments[name]
-            gradient = self._parameters[name].grad
+            parameter, gradient = self._parameters[name], self._parameters[name].grad
             assert gradient is not None
-            generator = torch.Generator(device=parameter.device)
-            generator.manual_seed(mixed_seed(self._seed, self.num_updates, order[name]))
-            parts = zip(*(t.view(-1).split(_CHUNK) for t in (parameter, local(gradient), *moments)), strict=True)
-            for value, grad, first_bf16, second_bf16 in parts:
-                first = first_bf16.to(value.dtype).lerp_(grad, 1.0 - beta1)
-                second = second_bf16.to(value.dtype).mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
-                value.mul_(1.0 - learning_rate * weight_decay)
-                size = (second / correction2).sqrt_().add_(self._config.eps)
-                value.addcdiv_(first, size, value=-learning_rate / correction1)
-                first_bf16.copy_(round_stochastically(first.float(), generator=generator))
-                second_bf16.copy_(round_stochastically(second.float(), generator=generator))
+            kernels().step(
+                local(parameter),
+                local(gradient),
+                *self._moments[name],
+                rule=rule,
+                key=noise_key(self._seed, update=self.num_updates, name=name),
+                offset=self._offset[name],
+            )
+            torch.autograd.graph.increment_version([local(parameter)])
 
     def state(self) -> dict[str, torch.Tensor]:
         """The moments by name, as they are, not copied."""
@@ -116,30 +128,3 @@ class AdamW:
         for name, moment in self.state().items():
             moment.copy_(state[name])
         self.num_updates = num_updates
-
-
-def round_stochastically(values: torch.Tensor, *, generator: torch.Generator) -> torch.Tensor:
-    """Rounds to bf16, up with the probability of the part that is cut off; the mean is the value itself.
-
-    Args:
-        values: fp32, any shape.
-        generator: source of the random bits, on the same device.
-
-    Returns:
-        bf16 of the same shape. Infinities and NaN stay what they are.
-    """
-    bits = values.view(torch.int32)
-    noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
-    rounded = ((bits + noise) & -65536).view(torch.float32)
-    return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
-
-
-def mixed_seed(seed: int, update: int, number: int) -> int:
-    """One 63-bit seed from three numbers (SplitMix64's constants)."""
-    value = 0
-    for part in (seed, update, number):
-        value = (value + part + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        value ^= value >> 31
-    return value & 0x7FFFFFFFFFFFFFFF

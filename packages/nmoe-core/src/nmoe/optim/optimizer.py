@@ -2,6 +2,7 @@
 """The optimizer of a run: AdamW for all parameters, or Muon for the matrices and AdamW for the rest."""
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -10,6 +11,7 @@ from nmoe.config import Optim
 from nmoe.optim.adamw import AdamW
 from nmoe.optim.groups import is_matrix_rule
 from nmoe.optim.muon import Muon
+from nmoe.pieces import Piece
 
 __all__ = ["MatricesAndRest", "Optimizer", "make_optimizer"]
 
@@ -70,7 +72,12 @@ class MatricesAndRest:
 
 
 def make_optimizer(
-    parameters: Iterable[tuple[str, torch.nn.Parameter]], *, config: Optim, seed: int, dtype: torch.dtype
+    parameters: Iterable[tuple[str, torch.nn.Parameter]],
+    *,
+    config: Optim,
+    seed: int,
+    dtype: torch.dtype,
+    pieces: Mapping[str, Piece] = MappingProxyType({}),
 ) -> Optimizer:
     """The optimizer that `optim.kind` names.
 
@@ -79,10 +86,14 @@ def make_optimizer(
         config: the section [optim].
         seed: seed of the stochastic rounding of bf16 moments.
         dtype: of Muon's products; the activations' is precise enough.
+        pieces: by name, which rows of a parameter these are; one that is not named is whole.
     """
     named = list(parameters)
     if config.kind == "adamw":
-        return AdamW(named, config=config, seed=seed)
+        return AdamW(named, config=config, seed=seed, pieces=pieces)
     matrices = [(name, p) for name, p in named if is_matrix_rule(name, p.ndim)]
     rest = [(name, p) for name, p in named if not is_matrix_rule(name, p.ndim)]
-    return MatricesAndRest(Muon(matrices, config=config, seed=seed, dtype=dtype), AdamW(rest, config=config, seed=seed))
+    return MatricesAndRest(
+        Muon(matrices, config=config, seed=seed, dtype=dtype, pieces=pieces),
+        AdamW(rest, config=config, seed=seed, pieces=pieces),
+    )

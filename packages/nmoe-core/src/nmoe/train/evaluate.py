@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Held-out loss, and what it is worth: the entropy of single bytes of the same text."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,10 +26,12 @@ class HeldOut:
     Attributes:
         loss: nats a token, mean over the targets.
         loss_per_byte: nats a UTF-8 byte of the text.
+        by_source: nats a token of each set by its folder, where there are several.
     """
 
     loss: float
     loss_per_byte: float
+    by_source: dict[str, float]
 
 
 def forward(model: Transformer, rows: PackedRows, device: torch.device):
@@ -48,19 +51,37 @@ def forward(model: Transformer, rows: PackedRows, device: torch.device):
 
 @torch.no_grad()
 def held_out_loss(
-    model: Transformer, val: ShardSet, *, config: Config, ranks: Ranks, tick: Callable[[], None]
+    model: Transformer, val: Sequence[ShardSet], *, config: Config, ranks: Ranks, tick: Callable[[], None]
 ) -> HeldOut:
-    """Mean cross entropy over the held-out set, or over `train.eval_batches` micro batches of it.
+    """Mean cross entropy over the held-out sets, or over `train.eval_batches` micro batches of each.
 
     Args:
         model: the model.
-        val: the set.
+        val: the sets, at least one.
         config: lengths and sizes.
         ranks: each takes its share of the batches; the sum is in their order, whatever the number of ranks.
         tick: called after each batch, to show that something moves.
     """
+    was_training = model.training
+    model.eval()
+    sums = {shards: _sums(model, shards, config=config, ranks=ranks, tick=tick) for shards in val}
+    model.train(was_training)
+    loss_sum, num_targets = sum(loss for loss, _ in sums.values()), sum(count for _, count in sums.values())
+    text_bytes = sum(count * shards.text_bytes / shards.num_tokens for shards, (_, count) in sums.items())
+    by_source = {str(shards.directory): loss / count for shards, (loss, count) in sums.items()}
+    return HeldOut(
+        loss=loss_sum / num_targets,
+        loss_per_byte=loss_sum / text_bytes if text_bytes else math.nan,
+        by_source=by_source if len(val) > 1 else {},
+    )
+
+
+def _sums(
+    model: Transformer, shards: ShardSet, *, config: Config, ranks: Ranks, tick: Callable[[], None]
+) -> tuple[float, float]:
+    """Loss summed over the targets of a set, and their number; the same bits on all ranks."""
     batches = held_out_batches(
-        val,
+        shards,
         seq_len=config.data.seq_len,
         vocab_size=config.model.vocab_size,
         micro_batch_size=config.train.micro_batch_size,
@@ -69,24 +90,19 @@ def held_out_loss(
         num_ranks=ranks.size,
     )
     sums: list[float] = []
-    was_training = model.training
-    model.eval()
     for rows in batches:
         sums += [float(forward(model, rows, ranks.device).loss_sum), float((rows.targets_BT >= 0).sum())]
         tick()
-    model.train(was_training)
     of_rank = ranks.rows(torch.tensor(sums, dtype=torch.float64, device=ranks.device)).view(ranks.size, -1, 2)
     in_order = of_rank.transpose(0, 1).flatten(0, 1).tolist()
-    loss_sum, num_targets = sum(loss for loss, _ in in_order), sum(count for _, count in in_order)
-    loss = loss_sum / num_targets
-    return HeldOut(loss=loss, loss_per_byte=loss * val.num_tokens / val.text_bytes)
+    return sum(loss for loss, _ in in_order), sum(count for _, count in in_order)
 
 
-def byte_entropy(val: ShardSet, tokenizer: Tokenizer) -> float:
-    """Entropy of the distribution of single bytes in a set's text, in nats: what knowing no context gives."""
-    counts = np.zeros(val.vocab_size, dtype=np.int64)
-    for shard in val.shards:
-        counts += np.bincount(shard.tokens, minlength=val.vocab_size)
+def byte_entropy(val: Sequence[ShardSet], tokenizer: Tokenizer) -> float:
+    """Entropy of the distribution of single bytes in the text of sets, in nats: what knowing no context gives."""
+    counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
+    for shard in (shard for shards in val for shard in shards.shards):
+        counts += np.bincount(shard.tokens, minlength=tokenizer.vocab_size)
     of_byte = np.zeros(256, dtype=np.int64)
     for token in np.flatnonzero(counts):
         for byte in tokenizer.token_bytes(int(token)):

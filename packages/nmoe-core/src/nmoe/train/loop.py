@@ -62,7 +62,12 @@ class StepResult:
 
 
 def train_step(
-    parts: Parts, batch: Batch, *, config: Config, notes: Callable[[], Sequence[float]] = lambda: ()
+    parts: Parts,
+    batch: Batch,
+    *,
+    config: Config,
+    notes: Callable[[], Sequence[float]] = lambda: (),
+    before_update: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Forward and backward over the micro batches, then one update of every parameter and selection bias.
 
@@ -71,6 +76,7 @@ def train_step(
         batch: this rank's micro batches, as many as the other ranks have.
         config: the run's.
         notes: called behind backward: numbers for all ranks, which travel with the step's figures; as many on each.
+        before_update: called before anything that a checkpoint holds changes.
     """
     model, optimizer, device, ranks = parts.model, parts.optimizer, parts.device, parts.ranks
     watch = Stopwatch(device)
@@ -104,6 +110,7 @@ def train_step(
     rate = learning_rate(config, step=batch.step)
     skipped = "" if math.isfinite(loss) and math.isfinite(norm) else f"loss {loss}, gradient norm {norm}"
     if not skipped:
+        before_update()
         clip_gradients(gradients, norm=norm, limit=config.train.grad_clip)
         optimizer.step(learning_rate=rate)
         for layer, router in enumerate(routers.values()):

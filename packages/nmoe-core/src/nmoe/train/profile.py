@@ -4,15 +4,19 @@
 Parts of the model are ranges around their modules' forward. An operation of the backward pass belongs to the part whose
 forward made it: the profiler gives both the same number. What was recomputed counts as backward. On a GPU times are those
 of kernels, and host gaps are the time in which none ran; on a CPU times are those of operations, and host gaps are Python.
+What the training thread spends on the next batch and on recording a step's figures is time by the clock on either.
 """
 
 import contextlib
-import itertools
 import logging
+import math
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -21,11 +25,15 @@ from nmoe.config import Config
 from nmoe.data.loader import Loader
 from nmoe.data.sources import open_train
 from nmoe.errors import DataError
+from nmoe.formats.metrics import MetricWriter
 from nmoe.model.transformer import Transformer, compute_dtype
 from nmoe.optim.optimizer import Optimizer
 from nmoe.train.loop import train_step
+from nmoe.train.notes import AllNotes, Note
 from nmoe.train.ranks import Ranks
-from nmoe.train.setup import Parts, build, choose_device, log_device
+from nmoe.train.record import Recorder
+from nmoe.train.report import ProgressBar
+from nmoe.train.setup import Parts, Progress, build, choose_device, log_device
 from nmoe.train.throughput import Peak, device_peak, flop_by_part, measured_bandwidth
 
 __all__ = ["Profile", "format_profile", "profile_steps"]
@@ -47,6 +55,8 @@ _MODULES = {
 _FUNCTIONS = {"_LinearCrossEntropy": "loss"}
 """Name of an autograd function -> part."""
 _BACKWARD = "autograd::engine::evaluate_function: "
+_BESIDE = ("loader", "metrics")
+"""Work of the training thread beside the model, whose whole range counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +64,7 @@ class Profile:
     """Seconds a step, means over the profiled steps.
 
     Attributes:
-        forward: by part; "optimizer" and "rest" (copies, residual sums, clipping) are here, too.
+        forward: by part; "optimizer", "loader", "metrics" and "rest" (copies, residual sums, clipping) are here, too.
         backward: by part, recomputation among it.
         gaps: in which the device had nothing to do.
         step: of a whole step, with the profiler's own cost.
@@ -103,11 +113,20 @@ def profile_steps(config: Config, folder: Path) -> Profile:
         micro_batch_size=config.train.micro_batch_size,
         seed=config.run.seed,
     )
-    with loader, _marked_modules(parts.model):
+    peak, progress = device_peak(device, compute_dtype(config)), Progress()
+    with (
+        loader,
+        TemporaryDirectory() as store,
+        MetricWriter(Path(store), publish_s=config.metrics.publish_s) as metrics,
+        _marked_modules(parts.model),
+    ):
+        bar = ProgressBar(sys.stderr)
+        recorder = Recorder(config, parts=parts, progress=progress, metrics=metrics, bar=bar, peak=peak)
         _log.info("%d steps to warm up, then %d with the profiler", _WARM_UP, _STEPS)
-        _run(parts, loader, config, _WARM_UP)
+        _run(parts, loader, recorder, progress, config, _WARM_UP)
         with profile(activities=activities) as profiler:
-            seconds, tokens = _run(parts, loader, config, _STEPS)
+            seconds, tokens = _run(parts, loader, recorder, progress, config, _STEPS)
+        bar.clear()
     profiler.export_chrome_trace(str(trace))
     forward, backward, busy = _by_part(profiler.events() or [], on_gpu=device.type == "cuda")
     flop = {part: number * tokens / _STEPS for part, number in flop_by_part(config).items()}
@@ -119,17 +138,28 @@ def profile_steps(config: Config, folder: Path) -> Profile:
         tokens=tokens / _STEPS,
         flop=flop,
         optimizer_bytes=_optimizer_bytes(parts),
-        peak=device_peak(device, compute_dtype(config)),
+        peak=peak,
         bandwidth=measured_bandwidth(device),
         trace=trace,
     )
 
 
-def _run(parts: Parts, loader: Loader, config: Config, steps: int) -> tuple[float, int]:
-    """Seconds and targets of some steps."""
-    began, tokens = time.perf_counter(), 0
-    for batch in itertools.islice(loader, steps):
-        train_step(parts, batch, config=config)
+def _run(
+    parts: Parts, loader: Loader, recorder: Recorder, progress: Progress, config: Config, steps: int
+) -> tuple[float, int]:
+    """Seconds and targets of some steps, with what a run does in each."""
+    began, tokens, spent = time.perf_counter(), 0, math.nan
+    for _ in range(steps):
+        start = time.perf_counter()
+        with record_function(_MARK + "loader"):
+            batch = next(loader)
+        waited = time.perf_counter() - start
+        note = partial(Note.of, parts.device, stop=0, last_step_time=spent, data_wait=waited)
+        result = train_step(parts, batch, config=config, notes=note)
+        progress.step, spent = batch.step, time.perf_counter() - start
+        progress.tokens += batch.num_targets
+        with record_function(_MARK + "metrics"):
+            recorder.step(result, batch, AllNotes(result.notes_RN), step_time=spent)
         tokens += batch.num_targets
     return time.perf_counter() - began, tokens
 
@@ -185,7 +215,9 @@ def _by_part(events: Iterable[Any], *, on_gpu: bool) -> tuple[dict[str, float], 
     forward: dict[str, float] = {}
     backward: dict[str, float] = {}
     for event in host:
-        if not on_gpu and _is_frame(event):
+        if (beside := _beside(event)) is not None:
+            forward[beside] = forward.get(beside, 0.0) + event.time_range.elapsed_us() / 1e6
+        if (_enclosing(event) in _BESIDE) or (not on_gpu and _is_frame(event)):
             continue
         seconds = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
         node = _node(event)
@@ -195,7 +227,14 @@ def _by_part(events: Iterable[Any], *, on_gpu: bool) -> tuple[dict[str, float], 
         times = forward if node is None else backward
         times[part or "rest"] = times.get(part or "rest", 0.0) + seconds
     working = [e for e in events if e.device_type.name == "CUDA"] if on_gpu else [e for e in host if not _is_frame(e)]
+    working += [event for event in host if _beside(event)]
     return forward, backward, _union((e.time_range.start, e.time_range.end) for e in working) / 1e6
+
+
+def _beside(event: Any) -> str | None:
+    """What of `_BESIDE` an event is the whole range of."""
+    name = event.name.removeprefix(_MARK)
+    return name if event.name != name and name in _BESIDE else None
 
 
 def _is_frame(event: Any) -> bool:

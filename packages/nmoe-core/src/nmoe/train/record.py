@@ -160,6 +160,7 @@ class Recorder:
         """Records an evaluation after the step that was counted last."""
         step = self._progress.step
         values = {"val/loss": held_out.loss, "val/loss_per_byte": held_out.loss_per_byte, "speed/eval_time": seconds}
+        values |= {f"val/source_loss[{source}]": loss for source, loss in held_out.by_source.items()}
         self._metrics.log(step, values)
         _log.info(
             "step %d: held-out loss %.4f nat/token, %.4f nat/byte, %.1f s",
@@ -168,6 +169,8 @@ class Recorder:
             held_out.loss_per_byte,
             seconds,
         )
+        for source, loss in held_out.by_source.items():
+            _log.info("step %d: held-out loss of %s %.4f nat/token", step, source, loss)
 
     def checkpoint(self, pause: float) -> None:
         """Records how long training paused for a checkpoint."""

@@ -126,10 +126,10 @@ def train(config: Config, *, fresh: bool, bar: ProgressBar) -> Outcome:
             folder.release()
 
 
-def _open_data(config: Config, ranks: Ranks) -> tuple[list[ShardSet], list[int], ShardSet | None]:
-    """Training sets, their weights, and the held-out set. Rank 0 reads checksums, and makes what is to be made."""
+def _open_data(config: Config, ranks: Ranks) -> tuple[list[ShardSet], list[int], list[ShardSet]]:
+    """Training sets, their weights, and the held-out sets. Rank 0 reads checksums, and makes what is to be made."""
 
-    def open_all(*, hashed: bool) -> tuple[list[ShardSet], list[int], ShardSet | None]:
+    def open_all(*, hashed: bool) -> tuple[list[ShardSet], list[int], list[ShardSet]]:
         sets, weights = open_train(config, hashed=hashed)
         return sets, weights, open_val(config, like=sets[0], hashed=hashed)
 
@@ -153,7 +153,7 @@ class _Run:
         ranks: Ranks,
         sets: list[ShardSet],
         weights: list[int],
-        val: ShardSet | None,
+        val: list[ShardSet],
         bar: ProgressBar,
         stop: StopSignal,
     ):
@@ -279,7 +279,13 @@ class _Run:
             waited = time.perf_counter() - began
             # Read once, behind backward: all ranks see the same, and a stop always has its checkpoint.
             note = partial(Note.of, device, last_step_time=spent, data_wait=waited)
-            result = train_step(self.parts, batch, config=self.config, notes=lambda: note(stop=self.stop.number))  # noqa: B023
+            result = train_step(
+                self.parts,
+                batch,
+                config=self.config,
+                notes=lambda: note(stop=self.stop.number),  # noqa: B023
+                before_update=checkpoints.before_update,
+            )
             notes = AllNotes(result.notes_RN)
             spent = time.perf_counter() - began
             self._say_compiled(batch.step)
@@ -317,7 +323,6 @@ class _Run:
 
     def _evaluate(self, watch: Watch) -> tuple[HeldOut, float]:
         """Held-out loss, and the seconds it took."""
-        assert self.val is not None
         began = time.perf_counter()
         self.held_out = held_out_loss(
             self.parts.model,
@@ -336,7 +341,7 @@ class _Run:
         status = "failed" if lost else "finished" if finished else "stopped"
         self.folder.finish(status, step=self.progress.step, error=lost or None)
         sound = self.held_out is not None and math.isfinite(self.held_out.loss)
-        readable = self.val is not None and self.val.tokenizer_sha256 == ByteTokenizer.sha256
+        readable = self.sets[0].tokenizer_sha256 == ByteTokenizer.sha256
         return Outcome(
             path=self.folder.path,
             status=status,
@@ -346,7 +351,7 @@ class _Run:
             checkpoint_error=lost,
             held_out=self.held_out if finished else None,
             byte_entropy=byte_entropy(self.val, ByteTokenizer()) if self.val and readable else None,
-            sample=self._sample(self.val) if self.val and readable and finished and sound else None,
+            sample=self._sample(self.val[0]) if self.val and readable and finished and sound else None,
         )
 
     def _sample(self, val: ShardSet) -> Sample:

@@ -156,12 +156,11 @@ def build(config: Config, ranks: Ranks) -> Parts:
     init_model(model, config.run.seed)
     if not ranks.mesh:  # several ranks gather their weights anew
         _hold_experts(model, config, ranks.device)
+    pieces, dtype = model_pieces(model), compute_dtype(config)
     optimizer = make_optimizer(
-        model.named_parameters(), config=config.optim, seed=config.run.seed, dtype=compute_dtype(config)
+        model.named_parameters(), config=config.optim, seed=config.run.seed, dtype=dtype, pieces=pieces
     )
-    return Parts(
-        ranks=ranks, comm=comm, exchange=exchange, model=model, pieces=model_pieces(model), optimizer=optimizer
-    )
+    return Parts(ranks=ranks, comm=comm, exchange=exchange, model=model, pieces=pieces, optimizer=optimizer)
 
 
 def _hold_experts(model: Transformer, config: Config, device: torch.device) -> None:

@@ -96,8 +96,14 @@ def _names(name: str, source: Corpus, shards: ShardSet) -> bool:
     if not (name.startswith(f"{SOURCE_LOSS}[") and name.endswith("]")):
         return False
     text = name[len(SOURCE_LOSS) + 1 : -1]
-    parts = Path(text).parts
-    return text in shards.manifest.get("sources", {}) or (bool(parts) and source.path.parts[-len(parts) :] == parts)
+    parts = _whole(Path(text)).parts
+    mine = _whole(source.path).parts
+    return text in shards.manifest.get("sources", {}) or (bool(parts) and mine[-len(parts) :] == parts)
+
+
+def _whole(folder: Path) -> Path:
+    """The folder whose documents were divided into those to train on and those held out."""
+    return folder.parent if folder.name in ("train", "val") else folder
 
 
 def _label(name: str) -> str:

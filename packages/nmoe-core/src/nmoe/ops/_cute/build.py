@@ -22,6 +22,7 @@ import cutlass.cute as cute
 import quack.cache as quack_cache
 import quack.gemm
 import quack.gemm_runtime.host
+import quack.gemm_symmetric
 import torch
 
 from nmoe import arch
@@ -87,7 +88,7 @@ def _set_up() -> None:
     if quack_cache.CACHE_DIR is None:
         quack_cache.CACHE_DIR = str(kernel_folder())
     quack_cache.EXTRA_SOURCE_DIRS.append(_OPS_FOLDER)
-    for module in (quack.gemm, quack.gemm_runtime.host):
+    for module in (quack.gemm, quack.gemm_runtime.host, quack.gemm_symmetric):
         module.compile_gemm_kernel = _timed(module.compile_gemm_kernel)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grouped products of quack behind this project's contract; the tile of each product is the caller's choice.
+"""The grouped and the symmetric products of quack behind this project's contracts; tiles are the caller's choice.
 
 quack's kernels are CuTe DSL: persistent, warp-specialised, groups given by offsets on the device, rows gathered in the
 load (cp.async on sm90a, TMA on sm100a), SwiGLU or its gradient in the epilogue. Only documented entry points and the
@@ -11,11 +11,12 @@ from typing import Any
 
 from quack import gemm_interface
 from quack.gemm_config import GemmConfig
+from quack.gemm_symmetric import gemm_symmetric
 from torch import Tensor
 
 from nmoe.ops._cute.build import enter_context
 
-__all__ = ["GemmConfig", "gated_backward", "product", "up", "weight_gradient"]
+__all__ = ["GemmConfig", "gated_backward", "product", "symmetric", "up", "weight_gradient"]
 
 
 def product(a_SA: Tensor, w_XAB: Tensor, offset_X: Tensor, out_SB: Tensor, config: GemmConfig) -> None:
@@ -126,3 +127,28 @@ def gated_backward(
     )
     assert dgate_S is not None  # colvec_reduce was asked for
     return dgate_S
+
+
+def symmetric(a: Tensor, plus: Tensor | None, config: GemmConfig, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
+    """alpha a a^T + beta plus of each of [n, rows, columns]: tiles on one side of the diagonal, each stored twice.
+
+    Two tiles side by side (a cluster) have to be a square; rows of every argument have to be whole 16 bytes.
+    """
+    enter_context()
+    out = a.new_empty(a.shape[0], a.shape[1], a.shape[1])
+    gemm_symmetric(
+        a,
+        a,  # this entry point takes the second factor as it takes the first, not transposed
+        out,
+        plus,
+        None,
+        tile_M=config.tile_m,
+        tile_N=config.tile_n,
+        cluster_M=config.cluster_m,
+        cluster_N=config.cluster_n,
+        pingpong=config.pingpong,
+        is_dynamic_persistent=config.is_dynamic_persistent,
+        alpha=alpha,
+        beta=beta,
+    )
+    return out
