@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from ranks import Outcome, Ranks, over_shm, run_ranks
 
-from nmoe.comm.alarm import LOST
+from nmoe.comm.watcher import LOST
 from nmoe.comm.shm import Shm
 from nmoe.config import Moe
 from nmoe.errors import PeerFault

@@ -145,16 +145,21 @@ class CheckpointWriter:
         if error:
             self.failures += 1
             self.last_error = f"{self._directory / name}: checkpoint not written: {error}"
-            if self._rank == 0:
-                _log.error(
-                    "%s; training goes on, older checkpoints stay (%d failed so far)", self.last_error, self.failures
-                )
-                shutil.rmtree(building, ignore_errors=True)
-                self._on_failure(step, self.failures)
-            return
+        elif self._rank == 0:
+            _log.info("checkpoint %s complete, written in %.1f s", self._directory / name, time.perf_counter() - began)
+        # All ranks wait for a slow disk alike, so that none of them is late for the next step.
+        self._everywhere(lambda: self._tidy_up(step, building, failed=bool(error)))
+
+    def _tidy_up(self, step: int, building: Path, *, failed: bool) -> None:
         if self._rank:
             return
-        _log.info("checkpoint %s complete, written in %.1f s", self._directory / name, time.perf_counter() - began)
+        if failed:
+            _log.error(
+                "%s; training goes on, older checkpoints stay (%d failed so far)", self.last_error, self.failures
+            )
+            shutil.rmtree(building, ignore_errors=True)
+            self._on_failure(step, self.failures)
+            return
         try:
             prune(self._directory, keep=self._keep)
         except OSError as error:

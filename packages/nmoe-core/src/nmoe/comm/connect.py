@@ -21,6 +21,7 @@ import torch.distributed as dist
 from nmoe.comm.communicator import Communicator
 from nmoe.comm.foreign import agree
 from nmoe.comm.local import Local
+from nmoe.comm.watcher import Watcher
 from nmoe.errors import ConfigError, EnvironmentFault
 
 __all__ = ["Kind", "connect"]
@@ -30,13 +31,16 @@ _CLASSES = {"shm": "Shm", "ipc": "Ipc", "nvshmem": "Nvshmem"}
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-def connect(group: dist.ProcessGroup | None, device: torch.device, *, kind: Kind = "auto") -> Communicator:
+def connect(
+    group: dist.ProcessGroup | None, device: torch.device, *, kind: Kind = "auto", watcher: Watcher | None = None
+) -> Communicator:
     """The ranks of an expert-parallel group, connected. Collective.
 
     Args:
         group: The ranks, over a backend that moves CPU tensors (gloo); None for a rank alone.
         device: Of this rank.
         kind: `parallel.comm`.
+        watcher: That of the run, which ends all ranks when one is lost; None: one for these ranks alone.
 
     Raises:
         ConfigError: What the config asks for does not fit the ranks, their devices or their machines.
@@ -53,7 +57,7 @@ def connect(group: dist.ProcessGroup | None, device: torch.device, *, kind: Kind
             f'parallel.comm = "{found}": {error}; install nmoe-core[train] on a machine with NVIDIA GPUs'
         ) from None
     rendering = getattr(module, _CLASSES[found])
-    return rendering(group) if found == "shm" else rendering(group, device)
+    return rendering(group, watcher) if found == "shm" else rendering(group, device, watcher)
 
 
 def _chosen(group: dist.ProcessGroup | None, device: torch.device, size: int, *, asked: Kind) -> Kind:

@@ -6,6 +6,7 @@ rows can reach a checkpoint. The host then sees some CUDA error at some later ca
 """
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,13 +26,19 @@ def fault_record() -> Tensor:
     return torch.zeros(8, dtype=torch.int64, pin_memory=True)
 
 
-def device_fault() -> PeerFault | None:
-    """The fault that a kernel reported, if one did; readable although the device has stopped."""
+def device_fault(ranks: Sequence[int]) -> PeerFault | None:
+    """The fault that a kernel reported, if one did; readable although the device has stopped.
+
+    Args:
+        ranks: their numbers in the run, by the number that the kernel knows.
+    """
     kind, rank, peer, layer, phase, expected, seen, _ = fault_record().tolist()
     if not kind:
         return None
-    where = f"rank {rank}: lost rank {peer} in layer {layer}, {Phase(phase).name.lower().replace('_', ' ')}"
+    where = (
+        f"rank {ranks[rank]}: lost rank {ranks[peer]} in layer {layer}, {Phase(phase).name.lower().replace('_', ' ')}"
+    )
     if kind == LATE:
         return PeerFault(f"{where}: expected epoch {expected}, seen epoch {seen} at the end of the wait")
     source, epoch = seen >> 32, seen & 0x7FFFFFFF
-    return PeerFault(f"{where}: expected a row of epoch {expected}, seen one of rank {source}, epoch {epoch}")
+    return PeerFault(f"{where}: expected a row of epoch {expected}, seen one of rank {ranks[source]}, epoch {epoch}")

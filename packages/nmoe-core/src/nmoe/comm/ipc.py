@@ -7,6 +7,7 @@ allocation; two ranks on one GPU work too, which is how the kernels are tested w
 """
 
 import ctypes
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from nmoe.comm.communicator import Symmetric
 from nmoe.comm.faults import device_fault, fault_record
 from nmoe.comm.foreign import agree, tensor_over
 from nmoe.comm.waits import await_barrier
+from nmoe.comm.watcher import Watcher
 from nmoe.errors import EnvironmentFault
 
 __all__ = ["Ipc", "allocate", "export_handle", "open_handle"]
@@ -75,12 +77,13 @@ class Ipc:
     Args:
         group: The ranks, over a backend that moves CPU tensors (gloo). It carries handles and barriers, never rows.
         device: This rank's GPU.
+        watcher: That of the run; None: one for these ranks alone.
 
     Raises:
         EnvironmentFault: The ranks are not all on one machine.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, watcher: Watcher | None = None) -> None:
         self._group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
@@ -95,8 +98,8 @@ class Ipc:
                 'set parallel.ep to the GPUs of a node, or parallel.comm = "nvshmem"'
             )
         fault_record()  # page-locked here, and not by the first kernel: that may be inside a captured graph
-        self.alarm = Alarm(group)
-        self.alarm.device_fault = device_fault
+        self.alarm = Alarm(group, watcher)
+        self.alarm.watcher.device_fault = partial(device_fault, self.alarm.ranks)
 
     def symmetric(self, name: str, *, nbytes: int) -> Symmetric:
         """See `Communicator`.

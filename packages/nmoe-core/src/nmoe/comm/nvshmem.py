@@ -13,9 +13,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from nmoe.comm.alarm import Alarm
 from nmoe.comm.buffers import Buffers, agree_on_buffer
 from nmoe.comm.communicator import Symmetric
 from nmoe.comm.foreign import agree, tensor_over
+from nmoe.comm.watcher import Watcher
 
 __all__ = ["Nvshmem"]
 
@@ -29,17 +31,17 @@ class Nvshmem:
     Args:
         group: The ranks, over a backend that moves CPU tensors (gloo). It carries NVSHMEM's unique id, sizes and barriers.
         device: This rank's GPU.
+        watcher: That of the run; without it the ranks have no alarm.
 
     Raises:
         EnvironmentFault: NVSHMEM does not start on some rank.
     """
 
-    alarm = None
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, watcher: Watcher | None = None) -> None:
         # NVLink multicast (NVLS) is not used, and setting it up can leave a node's GPUs out of service.
         os.environ["NVSHMEM_DISABLE_NVLS"] = "1"
         self._group = group
+        self.alarm = Alarm(group, watcher) if watcher else None
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._own: dict[str, Any] = {}

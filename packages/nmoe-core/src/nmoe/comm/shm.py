@@ -16,6 +16,7 @@ from nmoe.comm.buffers import Buffers, agree_on_buffer
 from nmoe.comm.communicator import Symmetric
 from nmoe.comm.descriptors import share
 from nmoe.comm.waits import await_barrier
+from nmoe.comm.watcher import Watcher
 from nmoe.errors import EnvironmentFault
 
 __all__ = ["Shm"]
@@ -28,6 +29,7 @@ class Shm:
 
     Args:
         group: The ranks, over gloo. It carries names, sizes and descriptors at allocation, and nothing else.
+        watcher: That of the run; None: one for these ranks alone.
 
     Raises:
         EnvironmentFault: The processor may reorder stores, or the ranks are not all on one machine.
@@ -35,7 +37,7 @@ class Shm:
 
     device = torch.device("cpu")
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, watcher: Watcher | None = None) -> None:
         if platform.machine() not in _ORDERED:
             raise EnvironmentFault(
                 f'parallel.comm = "shm" needs a processor that keeps the order of stores (x86-64), found {platform.machine()}; '
@@ -44,7 +46,7 @@ class Shm:
         self._group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._buffers = Buffers(self._make)
-        self.alarm = Alarm(group)
+        self.alarm = Alarm(group, watcher)
 
     def symmetric(self, name: str, *, nbytes: int) -> Symmetric:
         """See `Communicator`. Pages are taken when they are first written.

@@ -9,13 +9,13 @@ import numpy as np
 
 from nmoe.comm.alarm import Alarm
 from nmoe.comm.remote import Board, Phase
+from nmoe.comm.watcher import PATIENCE_S
 from nmoe.errors import PeerFault
 
 __all__ = ["await_all", "await_barrier", "lost", "peer_fault"]
 
 _SPINS = 32  # polls before the first sleep: ranks that run at once meet in microseconds
 _SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 500e-6
-_PATIENCE_S = 1800.0
 
 
 def lost(rank: int, peer: int, *, layer: int, phase: Phase, expected: object, seen: object) -> str:
@@ -26,8 +26,10 @@ def lost(rank: int, peer: int, *, layer: int, phase: Phase, expected: object, se
 
 def peer_fault(board: Board, *, peer: int, layer: int, phase: Phase, expected: object, seen: object) -> PeerFault:
     """The error to raise for a peer that did not do its part; the other ranks are told."""
-    text = lost(board.rank, peer, layer=layer, phase=phase, expected=expected, seen=seen)
-    return board.alarm.ring(text) if board.alarm else PeerFault(text)
+    alarm = board.alarm
+    ranks = alarm.ranks if alarm else range(board.flag.size)
+    text = lost(ranks[board.rank], ranks[peer], layer=layer, phase=phase, expected=expected, seen=seen)
+    return alarm.ring(text) if alarm else PeerFault(text)
 
 
 def await_all(board: Board, *, layer: int, phase: Phase) -> None:
@@ -43,7 +45,8 @@ def await_all(board: Board, *, layer: int, phase: Phase) -> None:
             board, peer=peer, layer=layer, phase=phase, expected=f"epoch {epoch}", seen=f"epoch {seen} {how}"
         )
 
-    _await(board.flag.local.numpy(), epoch, timeout_s=board.timeout_s, alarm=board.alarm, complain=complain)
+    flag_P = board.flag.local.numpy()
+    _await(lambda: flag_P, epoch, timeout_s=board.timeout_s, alarm=board.alarm, complain=complain)
 
 
 def await_barrier(alarm: Alarm) -> None:
@@ -55,15 +58,16 @@ def await_barrier(alarm: Alarm) -> None:
 
     def complain(peer: int, seen: int, how: str) -> PeerFault:
         return alarm.ring(
-            f"rank {alarm.rank}: lost rank {peer} at a barrier: expected number {number}, seen {seen} {how}"
+            f"rank {alarm.watcher.rank}: lost rank {alarm.ranks[peer]} at a barrier: expected number {number}, "
+            f"seen {seen} {how}"
         )
 
-    number = alarm.arrive()
-    _await(alarm.arrivals, number, timeout_s=_PATIENCE_S, alarm=alarm, complain=complain)
+    number = alarm.watcher.arrive()
+    _await(lambda: alarm.arrivals, number, timeout_s=PATIENCE_S, alarm=alarm, complain=complain)
 
 
 def _await(
-    flag_P: np.ndarray,
+    flags: Callable[[], np.ndarray],
     epoch: int,
     *,
     timeout_s: float,
@@ -72,8 +76,8 @@ def _await(
 ) -> None:
     deadline, polls, nap = time.monotonic() + timeout_s, 0, _SLEEP_S
     if alarm:
-        alarm.check()
-    while flag_P.min() < epoch:
+        alarm.watcher.check()
+    while flags().min() < epoch:
         polls += 1
         if polls <= _SPINS:
             os.sched_yield()  # there may be fewer cores than ranks
@@ -82,8 +86,9 @@ def _await(
         nap = min(2 * nap, _LONGEST_SLEEP_S)
         gone: set[int] = set()
         if alarm:
-            alarm.check()
+            alarm.watcher.check()
             gone = alarm.gone()  # before the flags are read: a peer may come and then end
+        flag_P = flags()
         for peer in np.flatnonzero(flag_P < epoch).tolist():
             if peer in gone:
                 raise complain(peer, int(flag_P[peer]), "of a process that has ended")

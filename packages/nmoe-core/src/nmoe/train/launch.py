@@ -3,12 +3,13 @@
 
 On one machine the ranks are started by PyTorch's elastic launcher; where torchrun or Slurm has started this process as a
 rank already, it is that rank. A rank that ends in an error leaves its one line where the launcher reads it; the others
-end by themselves (`nmoe.train.peers`). After a rank was lost (killed, out of memory, a GPU that fell off the bus) all start
+end by themselves (`nmoe.comm.watcher`). After a rank was lost (killed, out of memory, a GPU that fell off the bus) all start
 again from the newest checkpoint, with as many ranks as there are GPUs by then. A launcher that dies takes its ranks along.
 """
 
 import ctypes
 import importlib
+import json
 import logging
 import multiprocessing
 import os
@@ -24,9 +25,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from nmoe.checkpoint.store import list_checkpoints
+from nmoe.comm.watcher import LOST
 from nmoe.config import Config
 from nmoe.errors import EnvironmentFault, line_of
-from nmoe.train.peers import LOST
 from nmoe.train.ranks import world_of
 from nmoe.train.report import set_up_logging
 from nmoe.train.run import Outcome, train
@@ -170,12 +171,24 @@ def _pass_on_signals() -> Iterator[list[int]]:
 def _why(failed: ChildFailedError) -> tuple[End, bool]:
     """What to say about a start that failed, and whether a rank was lost through no fault of the program."""
     rank, first = failed.get_first_failure()
-    if first.exitcode < 0:
-        return End(status=1, error=f"rank {rank} was ended by {signal.Signals(-first.exitcode).name}"), True
-    if not Path(first.error_file).is_file():  # what ended it has said so itself: `nmoe.comm.alarm`
-        return End(status=1, error=f"rank {rank} was lost"), True
-    lost = first.exitcode == LOST
-    return End(status=1 if lost else first.exitcode, error=first.message), lost
+    signalled = first.exitcode < 0
+    how = f"rank {rank} was ended by {signal.Signals(-first.exitcode).name}" if signalled else f"rank {rank} was lost"
+    if word := _last_word(Path(first.error_file)):
+        status, text = word
+        lost = status == LOST
+        return End(status=1 if lost else status, error=f"{text} ({how})" if signalled else text), lost
+    if signalled or not Path(first.error_file).is_file():
+        return End(status=1, error=how), True
+    return End(status=first.exitcode, error=first.message), False
+
+
+def _last_word(file: Path) -> tuple[int, str] | None:
+    """Exit status and message that the ranks ended with, whichever of them PyTorch's launcher saw end first."""
+    for place in file.parents[1].glob(f"*/{file.name}"):
+        word = json.loads(place.read_text(encoding="utf-8"))
+        if "status" in word:  # from `nmoe.comm.watcher`
+            return word["status"], word["message"]
+    return None
 
 
 def _rank(config: Config, fresh: bool) -> End:

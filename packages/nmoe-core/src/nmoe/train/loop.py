@@ -87,6 +87,7 @@ def train_step(
     for number, rows in enumerate(batch.micro, start=1):
         if config.parallel.gather == "step":
             hold(model, last=number == len(batch.micro))
+        ranks.beat(f"micro batch {number}")
         output = forward(model, rows, device)
         watch.lap("forward")
         counts = 1 if (rows.targets_BT >= 0).any() else 0  # a filler, where other ranks have a row more
@@ -97,6 +98,7 @@ def train_step(
         for layer, stats in enumerate(output.router_stats):
             load_LE[layer] += counts * stats.load_E
 
+    ranks.beat("the sums over ranks")
     gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     received_LR = _add_loads(load_LE, ranks)
     totals = torch.stack(sums).double().sum(dim=0) / batch.num_targets
@@ -107,6 +109,7 @@ def train_step(
     loss, balance_loss, router_z_loss, z_loss, mtp_loss, square_sum = figures
     norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan
 
+    ranks.beat("the update")
     rate = learning_rate(config, step=batch.step)
     skipped = "" if math.isfinite(loss) and math.isfinite(norm) else f"loss {loss}, gradient norm {norm}"
     if not skipped:

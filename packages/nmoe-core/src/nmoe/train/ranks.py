@@ -13,7 +13,6 @@ every call returns at once.
 
 import math
 import os
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,18 +22,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from nmoe.comm.watcher import PATIENCE_S, Watcher
 from nmoe.config import Config
 from nmoe.errors import ConfigError, NmoeError
-from nmoe.train.peers import Peers
 
 __all__ = ["Ranks", "join_ranks", "world_of"]
 
 _Result = TypeVar("_Result")
-# Rank 0 reads and hashes data, and the first kernels are compiled, while the others wait.
-_PATIENCE = timedelta(minutes=30)
+# The watchers end a wait before, with a message that says for whom it was.
+_PATIENCE = timedelta(seconds=PATIENCE_S + 300)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +47,7 @@ class Ranks:
         mesh: (data, expert); None with one process.
         world: all ranks as one dimension of that mesh.
         files: a group of its own for the thread that writes checkpoints, on the CPU.
-        peers: what watches the other processes of this node.
+        watcher: what ends all of them when one is lost.
     """
 
     rank: int
@@ -57,7 +56,7 @@ class Ranks:
     mesh: DeviceMesh | None = None
     world: DeviceMesh | None = None
     files: dist.ProcessGroup | None = None
-    peers: Peers | None = None
+    watcher: Watcher | None = None
 
     @property
     def expert_size(self) -> int:
@@ -128,11 +127,23 @@ class Ranks:
                 raise found
         return result  # type: ignore[return-value]
 
+    def beat(self, doing: str, *, step: int | None = None, long: bool = False) -> None:
+        """This rank has come to its next place in the program, see `Watcher.beat`. It costs two microseconds.
+
+        Args:
+            doing: the place, in words.
+            step: number of the step, at its first place.
+            long: it may take half an hour there, whatever `rdep.timeout_s` says: the others wait for a disk or a compiler.
+        """
+        if self.watcher:
+            self.watcher.beat(doing, step=step, patience_s=PATIENCE_S if long else 0.0)
+
     def part(self) -> None:
         """Meets the others for the last time: from then on each may end when it likes."""
-        if self.peers:
-            self.peers.stop()
+        if self.watcher:
+            self.watcher.leave()
             dist.barrier()
+            self.watcher.close()
 
 
 def world_of(environment: dict[str, str] | os._Environ[str]) -> tuple[int, int, int, int]:
@@ -163,6 +174,7 @@ def join_ranks(config: Config, device: torch.device) -> Ranks:
     )
     files = dist.new_group(backend="gloo", timeout=_PATIENCE)
     assert isinstance(files, dist.ProcessGroup)  # this process is in it
+    watcher = Watcher(files, store=store, place=os.environ.get("GROUP_RANK", ""))  # torchrun's number of the node
     mesh = init_device_mesh(device.type, (size // experts, experts), mesh_dim_names=("data", "expert"))
     return Ranks(
         rank=rank,
@@ -171,16 +183,8 @@ def join_ranks(config: Config, device: torch.device) -> Ranks:
         mesh=mesh,
         world=mesh["data", "expert"]._flatten("world"),
         files=files,
-        peers=_watch_peers(store, rank, size),
+        watcher=watcher,
     )
-
-
-def _watch_peers(store: Store, rank: int, size: int) -> Peers:
-    """Watches the ranks that run on this machine."""
-    places: list[tuple[str, int]] = [("", 0)] * size
-    dist.all_gather_object(places, (platform.node(), os.getpid()))
-    here = platform.node()
-    return Peers(store, {other: pid for other, (node, pid) in enumerate(places) if node == here and other != rank})
 
 
 def _expert_ranks(config: Config, size: int, local_size: int) -> int:

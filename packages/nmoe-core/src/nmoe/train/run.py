@@ -10,27 +10,24 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from nmoe.checkpoint.save import CheckpointWriter
 from nmoe.checkpoint.store import list_checkpoints
 from nmoe.config import Config
 from nmoe.data.loader import Loader
 from nmoe.data.sources import open_train, open_val
-from nmoe.errors import NmoeError, PeerFault, line_of
+from nmoe.errors import NmoeError
 from nmoe.formats.metrics import MetricWriter
 from nmoe.formats.shards import ShardSet
 from nmoe.formats.tokenizers import ByteTokenizer
 from nmoe.model.generate import generate
 from nmoe.model.transformer import compute_dtype
 from nmoe.ops import registry
+from nmoe.train.ending import end_all, end_alone
 from nmoe.train.evaluate import HeldOut, byte_entropy, held_out_loss
 from nmoe.train.folder import RunFolder, open_folder
 from nmoe.train.health import WINDOW, is_spike
 from nmoe.train.loop import StepResult, train_step
 from nmoe.train.notes import AllNotes, Note
-from nmoe.train.peers import LOST
 from nmoe.train.ranks import Ranks, join_ranks, world_of
 from nmoe.train.record import Recorder
 from nmoe.train.report import ProgressBar, log_to_file
@@ -52,8 +49,9 @@ from nmoe.train.watch import StopSignal, Watch
 
 __all__ = ["Outcome", "Sample", "train"]
 
-# Errors after which another start may go well: a peer, its connection or a GPU is gone.
-_LOSSES = (PeerFault, torch.AcceleratorError, dist.DistBackendError, dist.DistNetworkError)
+# A GPU may be a step behind the host: a place in the program may take this many of the longest steps, of which one counts
+# so much less with each step that follows.
+_SLOWER, _FORGET = 3.0, 0.95
 _log = logging.getLogger(__name__)
 
 
@@ -104,26 +102,40 @@ def train(config: Config, *, fresh: bool, bar: ProgressBar) -> Outcome:
         NmoeError: the data, the run's folder or the machine does not allow it; on all ranks, where all can know.
     """
     with StopSignal() as stop:
-        device = choose_device(config)
-        ranks = join_ranks(config, device)
-        sets, weights, val = _open_data(config, ranks)
-        opened: list[RunFolder] = []
-
-        def open_here() -> RunFolder:
-            opened.append(open_folder(config, fresh=fresh))
-            return opened[0].seen_by_others()
-
-        seen = ranks.agree(open_here)
-        folder = opened[0] if opened else seen
-        log_file = log_to_file(folder.path / "log.txt") if ranks.rank == 0 else None
         try:
-            return _Run(config, folder, ranks, sets, weights, val, bar, stop).train()
-        finally:
-            bar.clear()
-            if log_file:
-                logging.getLogger("nmoe").removeHandler(log_file)
-                log_file.close()
-            folder.release()
+            device = choose_device(config)
+            ranks = join_ranks(config, device)
+        except Exception as error:
+            if world_of(os.environ)[1] > 1:  # the others wait, and nobody can tell them
+                end_alone(error)
+            raise
+        try:
+            return _train(config, ranks, fresh=fresh, bar=bar, stop=stop)
+        except Exception as error:
+            end_all(ranks, error)
+            raise
+
+
+def _train(config: Config, ranks: Ranks, *, fresh: bool, bar: ProgressBar, stop: StopSignal) -> Outcome:
+    ranks.beat("opening the data")
+    sets, weights, val = _open_data(config, ranks)
+    opened: list[RunFolder] = []
+
+    def open_here() -> RunFolder:
+        opened.append(open_folder(config, fresh=fresh))
+        return opened[0].seen_by_others()
+
+    seen = ranks.agree(open_here)
+    folder = opened[0] if opened else seen
+    log_file = log_to_file(folder.path / "log.txt") if ranks.rank == 0 else None
+    try:
+        return _Run(config, folder, ranks, sets, weights, val, bar, stop).train()
+    finally:
+        bar.clear()
+        if log_file:
+            logging.getLogger("nmoe").removeHandler(log_file)
+            log_file.close()
+        folder.release()
 
 
 def _open_data(config: Config, ranks: Ranks) -> tuple[list[ShardSet], list[int], list[ShardSet]]:
@@ -136,11 +148,6 @@ def _open_data(config: Config, ranks: Ranks) -> tuple[list[ShardSet], list[int],
     found = []
     ranks.agree(lambda: found.append(open_all(hashed=True)))
     return ranks.together(lambda: found[0] if found else open_all(hashed=False))
-
-
-def _is_ours(error: Exception) -> bool:
-    """Whether an error has its cause in this rank, and not perhaps in the end of another."""
-    return isinstance(error, NmoeError) and not isinstance(error, PeerFault)
 
 
 class _Run:
@@ -168,40 +175,31 @@ class _Run:
 
     def train(self) -> Outcome:
         """From the first step to the outcome; an error that ends the run is in `run.json` before it goes on its way."""
-        peers = self.ranks.peers
-        if peers:
-            peers.on_loss = lambda line: self.folder.finish("failed", step=self.progress.step, error=line)
+        watcher = self.ranks.watcher
+        if watcher:
+            watcher.on_end = lambda line: self.folder.finish("failed", step=self.progress.step, error=line)
         try:
             self._build()
             checkpoints = self._train()
             outcome = self._end(checkpoints)
         except Exception as error:
-            if peers and not _is_ours(error):
-                peers.wait_for_loss()
-            line = f"{type(error).__name__}: {error}".splitlines()[0]
-            self.folder.finish("failed", step=self.progress.step, error=line)
+            end_all(self.ranks, error)
             if not isinstance(error, NmoeError):
                 _log.error("the run failed", exc_info=True)
-            if peers and not peers.stopped:
-                peers.give_up(*self._last_word(error, line))
+            line = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.folder.finish("failed", step=self.progress.step, error=line)
             raise
-        self.parts.comm.close()  # from here on the end of a rank is no fault
+        self.parts.comm.close()
         self.ranks.part()
         return outcome
-
-    def _last_word(self, error: Exception, line: str) -> tuple[int, str]:
-        """Exit status and line of a rank that fails alone; all ranks that lost the same peer say the same."""
-        mendable = line_of(error)
-        if isinstance(error, PeerFault):
-            return LOST, str(error)
-        status = LOST if isinstance(error, _LOSSES) else 2 if mendable else 1
-        return status, f"rank {self.ranks.rank}: {mendable or line}"
 
     def _build(self) -> None:
         config, checkpoint = self.config, self.folder.checkpoint
         log_device(self.ranks.device)
         log_ranks(self.ranks, gather=config.parallel.gather)
+        self.ranks.beat("making the model")
         self.parts: Parts = build(config, self.ranks)
+        self.ranks.beat("filling the model")
         if checkpoint:
             self.progress = restore(self.parts, checkpoint)
         elif config.run.start_from:
@@ -215,6 +213,7 @@ class _Run:
         verb = "going on with" if folder.resumed else "beginning"
         _log.info("%s %s at step %d of %d", verb, folder.path, folder.first_step, config.train.steps)
         with contextlib.ExitStack() as stack:
+            stack.callback(lambda: self.ranks.beat("the end of training", long=True))
             watch = stack.enter_context(Watch(folder.record))
             metrics = stack.enter_context(self._metrics()) if ranks.rank == 0 else None
             checkpoints = CheckpointWriter(
@@ -227,6 +226,7 @@ class _Run:
                 group=ranks.files,
             )
             stack.callback(checkpoints.wait)
+            stack.callback(lambda: self.ranks.beat("the last checkpoint", long=True))
             recorder = None
             if metrics:
                 recorder = Recorder(
@@ -272,9 +272,10 @@ class _Run:
     def _steps(self, loader: Loader, recorder: Recorder | None, checkpoints: CheckpointWriter, watch: Watch) -> None:
         train, progress, device = self.config.train, self.progress, self.ranks.device
         watch.progress(progress.step)
-        last, spent, exchange = False, math.nan, self.parts.exchange
+        last, spent, slowest, exchange = False, math.nan, 0.0, self.parts.exchange
         while not (last or self.stopped_by):
             began = time.perf_counter()
+            self.ranks.beat("waiting for data", step=progress.step + 1)
             batch = next(loader)
             waited = time.perf_counter() - began
             # Read once, behind backward: all ranks see the same, and a stop always has its checkpoint.
@@ -292,6 +293,9 @@ class _Run:
             if exchange:  # the kernels are compiled: who is late from now on is late for another reason
                 exchange.arm()
                 exchange = None
+            if self.ranks.watcher:
+                slowest = max(spent, _FORGET * slowest)
+                self.ranks.watcher.limit(max(self.config.rdep.timeout_s, _SLOWER * slowest))
             self._count(batch.step, batch.num_targets, loader.next_sample, result)
             last, self.stopped_by = progress.step == train.steps, notes.stop
             if recorder:
@@ -302,6 +306,7 @@ class _Run:
                 if recorder:
                     recorder.held_out(held_out, seconds)
             if progress.step % self.config.checkpoint.every == 0 or last or self.stopped_by:
+                self.ranks.beat("a checkpoint", long=True)
                 state = checkpoint_state(self.parts, progress)
                 pause = checkpoints.save(progress.step, tensors=checkpoint_tensors(self.parts), state=state)
                 if recorder:
@@ -324,12 +329,18 @@ class _Run:
     def _evaluate(self, watch: Watch) -> tuple[HeldOut, float]:
         """Held-out loss, and the seconds it took."""
         began = time.perf_counter()
+
+        def tick() -> None:
+            watch.progress(self.progress.step)
+            self.ranks.beat("an evaluation")
+
+        self.ranks.beat("an evaluation", long=self.held_out is None)  # the first one compiles
         self.held_out = held_out_loss(
             self.parts.model,
             self.val,
             config=self.config,
             ranks=self.ranks,
-            tick=lambda: watch.progress(self.progress.step),
+            tick=tick,
         )
         return self.held_out, time.perf_counter() - began
 
@@ -366,6 +377,10 @@ class _Run:
             top_p=0.95,
             seed=self.config.run.seed,
             eos_id=tokenizer.eos_id,
-            agree=lambda token: self.ranks.agree(lambda: token),
+            agree=self._agree_on,
         )
         return Sample(prompt=tokenizer.decode(prompt), text=tokenizer.decode(new))
+
+    def _agree_on(self, token: int) -> int:
+        self.ranks.beat("the sample", long=True)
+        return self.ranks.agree(lambda: token)

@@ -144,7 +144,7 @@ def build(config: Config, ranks: Ranks) -> Parts:
     Raises:
         EnvironmentFault: the ranks cannot reach each other's memory in the way that `parallel.comm` names.
     """
-    comm = connect(ranks.expert_group, ranks.device, kind=config.parallel.comm)
+    comm = connect(ranks.expert_group, ranks.device, kind=config.parallel.comm, watcher=ranks.watcher)
     with torch.device("meta" if ranks.mesh else ranks.device):  # no rank ever holds the whole
         model = Transformer(config, comm=comm)
     shard(model, ranks=ranks, gather=config.parallel.gather)
