@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from ranks import Outcome, Ranks, over_shm, run_ranks
 
-from nmoe.comm.watcher import LOST
 from nmoe.comm.shm import Shm
+from nmoe.comm.watcher import LOST
 from nmoe.config import Moe
 from nmoe.errors import PeerFault
 from nmoe.ops.plan import reference as plan_op

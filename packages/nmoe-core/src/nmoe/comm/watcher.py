@@ -48,7 +48,7 @@ PATIENCE_S = 1800.0
 _TICK_S, _LONGEST_TICK_S = 0.05, 1.0
 _NOTICE_S = 0.5  # a wait may say more about a dead peer than the thread can: layer, phase and epochs
 _RAISE_S, _HEAR_S, _GONE_S = 1.0, 1.5, 3.0
-_TELL_S = 1.0
+_TELL_S, _OTHERS_S = 1.0, 4.0
 _WAITING, _WAIT_DEPTH = ("/torch/distributed/", "/nmoe/comm/"), 3
 _BOOT_ID, _NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
 _NONCE = 16  # bytes that tell the keys of one start in a store from those of another
@@ -212,9 +212,10 @@ class Watcher:
         self._end()
 
     def await_ring(self) -> None:
-        """What went wrong here may be what the end of another rank looks like: if so, this process ends here with its word."""
-        if self.awake:
-            time.sleep(_NOTICE_S + _RAISE_S + 0.5)
+        """What went wrong here may be what the end of another rank looks like; returns when somebody rang, or nobody does."""
+        deadline = time.monotonic() + _OTHERS_S
+        while self.awake and not self.rung and time.monotonic() < deadline:
+            time.sleep(_TICK_S)
 
     def _ended(self) -> set[int]:
         """Processes of this machine that have ended."""
@@ -285,7 +286,7 @@ class Watcher:
                 self._ring(Word(self.rank, LOST, stacks=False, text=str(fault)))
             elif loss := self._loss(elapsed_s):
                 text, stacks = loss
-                self._ring(Word(self.rank, LOST, stacks, f"rank {self.rank}: {text}"))
+                self._ring(Word(self.rank, LOST, stacks, text))
 
     def _spoken(self) -> list[Standing] | None:
         return self._observer.standings() if self._observer.speaks else None
@@ -296,7 +297,7 @@ class Watcher:
         gone = self.gone()
         self._gone_s = self._gone_s + elapsed_s if gone else 0.0
         if self._gone_s > _NOTICE_S:
-            return f"lost rank {min(gone)}: its process has ended; see its own last output", False
+            return f"rank {self.rank}: lost rank {min(gone)}: its process has ended; see its own last output", False
         if not self._observer.speaks:
             return None
         standings = self._observer.standings()
@@ -314,7 +315,7 @@ class Watcher:
         """What to say where the store is lost."""
         rounds, self._rounds = self._rounds, carrier.rounds
         self._silent_s = 0.0 if rounds != carrier.rounds else self._silent_s + elapsed_s
-        lost = "lost the store of the run, through which machines hear of faults"
+        lost = f"rank {self.rank}: lost the store of the run, through which machines hear of faults"
         if carrier.error and self._silent_s > _NOTICE_S:
             return f"{lost}: {carrier.error}"
         limit_s = float(self._slots["limit_s"][self._me])

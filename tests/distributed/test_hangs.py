@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank that hangs while the others stand in a collective is found, named and ended, on one machine and on two."""
+
+import itertools
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from nmoe.comm.standing import Standing, verdict
+from nmoe.comm.watcher import LOST, Watcher
+
+SIZE, TIMEOUT_S, MARGIN_S = 4, 2.0, 5.0
+
+
+def work(folder: Path, machines: int, stuck: int) -> None:
+    """Step after step of one collective, as if the ranks were on so many machines; a rank may get stuck in step 3."""
+    store, rank, size = next(rendezvous("env://"))
+    dist.init_process_group("gloo", store=PrefixStore("group", store), rank=rank, world_size=size)
+    group = dist.group.WORLD
+    assert group is not None
+    os.dup2(os.open(folder / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY), 2)
+    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    watcher = Watcher(group, store=store, place=str(rank * machines // size))
+    for step in itertools.count(1):
+        watcher.beat("the sums", step=step)
+        if step == 3:
+            watcher.limit(TIMEOUT_S)
+            (folder / str(rank)).touch()
+        if step == 3 and rank == stuck:
+            user_code()
+        try:
+            dist.all_reduce(torch.ones(8))
+        except RuntimeError:  # gloo sees the end of a process first
+            watcher.await_ring()
+            watcher.fail("gloo failed, and nobody else knows why", status=1)
+        time.sleep(0.01)
+
+
+def user_code() -> None:
+    time.sleep(1000)
+
+
+def await_ranks(folder: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not all((folder / str(rank)).exists() for rank in range(SIZE)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def said(folder: Path) -> list[str]:
+    """All that the ranks wrote to stderr, a text a rank."""
+    return [(folder / f"stderr-{rank}").read_text() for rank in range(SIZE)]
+
+
+@pytest.mark.parametrize(
+    ("machines", "how"), [(1, "stopped"), (1, "stuck"), (2, "killed"), (2, "stopped"), (2, "stuck")]
+)
+def test_lost_rank_ends_all_with_one_message(machines, how, tmp_path):
+    with Ranks(SIZE, work, tmp_path, machines, 2 if how == "stuck" else -1) as ranks:
+        await_ranks(tmp_path)
+        if how != "stuck":
+            ranks.signal(2, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        began = time.monotonic()
+        outcomes = ranks.wait()
+        took = time.monotonic() - began
+    assert took < MARGIN_S + (0 if how == "killed" else TIMEOUT_S)
+    lines = [line for text in said(tmp_path) for line in text.splitlines() if line.startswith("error: ")]
+    why = {
+        "killed": "rank [0-3]: lost rank 2: its process has ended; see its own last output",
+        "stopped": r"lost rank 2: no progress for [234] s in step \d+, the sums; its process does not run",
+        "stuck": "lost rank 2: no progress for [234] s in step 3, the sums; its process runs, see its stacks",
+    }[how]
+    assert len(lines) == 1, lines
+    assert re.fullmatch(f"error: {why}", lines[0])
+    ends = {rank: outcome.exit_code for rank, outcome in enumerate(outcomes)}
+    assert ends.pop(2) == (LOST if how == "stuck" else -signal.SIGKILL)
+    assert set(ends.values()) == {LOST}
+    assert ("in user_code" in said(tmp_path)[2]) == (how == "stuck")
+    assert ("in all_reduce" in "".join(said(tmp_path))) == (how != "killed")
+
+
+def test_last_of_the_ranks_is_the_one_that_hangs():
+    one = Standing(
+        rank=0, position=9, still_s=0, silent_s=0, limit_s=2, patience_s=2, waits=False, doing="step 3, the sums"
+    )
+    ahead = one._replace(rank=1, position=10, still_s=99, waits=True)
+    text = "lost rank 0: no progress for 5 s in step 3, the sums; its process runs, see its stacks"
+    assert verdict([ahead, one._replace(still_s=5)]) == text
+    assert verdict([ahead, one]) == "", "one that is slow, for which another waits long"
+    assert verdict([one._replace(still_s=5, waits=True, rank=1), one._replace(still_s=6)]) == text
+    assert verdict([ahead, one._replace(still_s=99, patience_s=1800)]) == "", "it waits for a disk"
+    assert "rank 0: no progress for 9 s in step 3, the sums; its process does not run" in verdict(
+        [ahead, one._replace(still_s=9, silent_s=9, patience_s=1800)]
+    )
+    assert verdict([]) == "", "all have taken their leave"
