@@ -27,7 +27,7 @@ from nmoe.errors import ConfigError
 from nmoe.formats.metrics import MetricWriter, open_store
 from nmoe.formats.shards import ShardWriter
 from nmoe.formats.tokenizers import ByteTokenizer
-from nmoe.rdep.exchange import Exchange
+from nmoe.rdep.nodes import exchange_of
 from nmoe.train.report import ProgressBar
 from nmoe.train.run import train
 
@@ -294,5 +294,5 @@ def test_key_changes_the_exchange_between_ranks(key, data):
     text, beside = BASE.replace("{data}", str(data)), BESIDE.get(key, [])
     overrides = (beside, [*beside, f"{key}={value}"])
     configs = [parse_config(text, where="keys.toml", name="keys", overrides=o) for o in overrides]
-    base, changed = (reads(Exchange.of(config, Local(), dtype=torch.float32)) for config in configs)
+    base, changed = (reads(exchange_of(config, Local(), dtype=torch.float32)) for config in configs)
     assert base != changed

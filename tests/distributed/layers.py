@@ -13,7 +13,8 @@ from torch.utils import deterministic
 
 from nmoe.comm.shm import Shm
 from nmoe.rdep.exchange import Exchange
-from nmoe.rdep.many_ranks import ExpertsAcross
+from nmoe.rdep.layer import experts_across
+from nmoe.rdep.nodes import NodeExchange, exchange_over
 from nmoe.rdep.one_rank import ExpertsHere
 
 __all__ = ["Case", "Figures", "Problem", "across", "error_of", "gradients", "on_one_rank", "on_ranks", "poison"]
@@ -39,6 +40,8 @@ class Case:
     exact: bool = False
     keep: bool = True
     """Pre-activations for backward."""
+    node_size: int = 0
+    """Ranks of a node; 0: all are of one."""
 
     @property
     def ranks(self) -> int:
@@ -59,7 +62,8 @@ class Problem:
     @classmethod
     def of(cls, case: Case, salt: int = 0) -> "Problem":
         """All ranks' data, the same for every caller."""
-        random = torch.Generator().manual_seed(zlib.crc32(repr(replace(case, dtype=torch.float64)).encode()) + salt)
+        plain = replace(case, dtype=torch.float64, node_size=0)
+        random = torch.Generator().manual_seed(zlib.crc32(repr(plain).encode()) + salt)
         T, E, D, F, K = sum(case.tokens), case.experts, case.width, case.expert_width, case.top_k
 
         def normal(*shape: int) -> Tensor:
@@ -112,12 +116,14 @@ def on_one_rank(problem: Problem) -> Figures:
     return gradients(problem.doubled(), ExpertsHere.apply)
 
 
-def across(exchange: Exchange, layer: int = 0, *, keep: bool = True) -> Callable[..., Tensor]:
+def across(exchange: Exchange | NodeExchange, layer: int = 0, *, keep: bool = True) -> Callable[..., Tensor]:
     """The layer over an exchange."""
-    return lambda *operands: ExpertsAcross.apply(*operands, keep, exchange, layer)
+    return lambda *operands: experts_across(exchange).apply(*operands, keep, exchange, layer)
 
 
-def on_ranks(cases: list[Case], work: Callable[[Exchange, Case], list[Figures]] | None = None) -> list[list[Figures]]:
+def on_ranks(
+    cases: list[Case], work: Callable[[Exchange | NodeExchange, Case], list[Figures]] | None = None
+) -> list[list[Figures]]:
     """On each rank: the figures of this rank for each case, with every byte poisoned that nobody wrote.
 
     Args:
@@ -130,8 +136,8 @@ def on_ranks(cases: list[Case], work: Callable[[Exchange, Case], list[Figures]] 
     assert dist.group.WORLD is not None
     found = []
     for case in cases:
-        comm = Shm(dist.group.WORLD)
-        exchange = Exchange(
+        comm = Shm(dist.group.WORLD, node_size=case.node_size)
+        exchange = exchange_over(
             comm,
             tokens=max(case.tokens),
             hidden_size=case.width,
@@ -149,17 +155,19 @@ def on_ranks(cases: list[Case], work: Callable[[Exchange, Case], list[Figures]] 
     return found
 
 
-def once(exchange: Exchange, case: Case) -> list[Figures]:
+def once(exchange: Exchange | NodeExchange, case: Case) -> list[Figures]:
     """One forward and backward of this rank's part."""
     return [gradients(Problem.of(case).of_rank(case, exchange.comm.rank), across(exchange, keep=case.keep))]
 
 
-def poison(exchange: Exchange) -> None:
+def poison(exchange: Exchange | NodeExchange) -> None:
     """Fill this rank's symmetric memory with NaN, and with records that no one sent."""
-    for area in (exchange.rows, exchange.gradients, exchange.results, exchange.values):
-        area.local.fill_(float("nan"))
-    exchange.records.local.fill_(-0x7654321)
-    exchange.count.local.fill_(0x7FFFFFF)
+    for part in (exchange.rail, exchange.node) if isinstance(exchange, NodeExchange) else (exchange,):
+        areas = [area.local for area in (part.rows, part.gradients, part.results, part.values)]
+        for area in (*areas, *part.outboxes):
+            area.fill_(float("nan") if area.is_floating_point() else -0x7654321)
+        part.records.local.fill_(-0x7654321)
+        part.count.local.fill_(0x7FFFFFF)
 
 
 def error_of(parts: list[Figures], truth: Figures) -> dict[str, float]:

@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import Pipe, connection
 from typing import Any, Self
 
@@ -113,13 +114,15 @@ class Ranks:
             pipe.close()
 
 
-def run_ranks(size: int, work: Callable[..., Any], *arguments: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
-    """`work(*arguments)` on `size` ranks; the results in rank order.
+def run_ranks(
+    size: int, work: Callable[..., Any], *arguments: Any, timeout_s: float = TIMEOUT_S, **options: Any
+) -> list[Any]:
+    """`work(*arguments, **options)` on `size` ranks; the results in rank order.
 
     Raises:
         AssertionError: A rank raised, died or hung. The others are ended.
     """
-    with Ranks(size, work, *arguments) as ranks:
+    with Ranks(size, partial(work, **options), *arguments) as ranks:
         left, deadline = set(range(size)), time.monotonic() + timeout_s
         while left:  # whichever ends first, so that one failure is told at once
             pipes = [ranks._pipes[rank] for rank in left]
@@ -132,13 +135,13 @@ def run_ranks(size: int, work: Callable[..., Any], *arguments: Any, timeout_s: f
         return [outcome.result for outcome in ranks.wait()]
 
 
-def over_shm(work: Callable[..., Any], *arguments: Any) -> Any:
-    """`work(comm, *arguments)` over shared memory; itself to be called on each rank."""
+def over_shm(work: Callable[..., Any], *arguments: Any, node_size: int = 0) -> Any:
+    """`work(comm, *arguments)` over shared memory, of one node or of several; itself to be called on each rank."""
     from nmoe.comm.shm import Shm
 
     dist.init_process_group("gloo")
     assert dist.group.WORLD is not None
-    comm = Shm(dist.group.WORLD)
+    comm = Shm(dist.group.WORLD, node_size=node_size)
     result = work(comm, *arguments)
     comm.close()
     dist.destroy_process_group()

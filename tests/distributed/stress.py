@@ -25,11 +25,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from layers import Case, Figures, Problem, across, error_of, gradients, on_one_rank, on_ranks
 from ranks import run_ranks
 
+from nmoe.comm.remote import Board
 from nmoe.ops.give_back import reference as give_back
 from nmoe.ops.meet import reference as meet
 from nmoe.ops.plan import reference as plan
 from nmoe.ops.push import reference as push
 from nmoe.ops.receive import reference as receive
+from nmoe.ops.ship import reference as ship
 from nmoe.rdep.exchange import Exchange
 
 __all__ = ["main", "stress"]
@@ -43,6 +45,8 @@ _POINTS = (
     (give_back, "reduce_push"),
     (give_back, "push_values"),
     (give_back, "partial_sum"),
+    (ship, "ship"),
+    (Board, "complete"),
 )
 _PROBLEMS = 50
 
@@ -144,9 +148,18 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--layers", type=int, default=20000)
     parser.add_argument("--capacity", type=float, default=1.0)
+    parser.add_argument("--node-size", type=int, default=0)
     options = parser.parse_args()
     tokens = (9, 13, 5, 11, 7, 3, 12, 10)[: options.ranks]
-    case = Case(tokens=tokens, experts=8, top_k=3, width=16, expert_width=4, capacity=options.capacity)
+    case = Case(
+        tokens=tokens,
+        experts=8,
+        top_k=3,
+        width=16,
+        expert_width=4,
+        capacity=options.capacity,
+        node_size=options.node_size,
+    )
     began = time.monotonic()
     stress(case, options.layers, say=True)
     print(f"{options.layers} layers on {options.ranks} ranks: no mismatch, {time.monotonic() - began:.0f} s")

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of the exchange over the life of a communicator: made again, armed late, and where a peer cannot be reached."""
+"""The memory of the exchange over the life of a communicator: made again, and armed late."""
 
 import pytest
 import torch
 from ranks import over_shm, run_ranks
 from test_size import QUICKSTART
 
-from nmoe.comm.communicator import Communicator, Symmetric
-from nmoe.comm.remote import Phase, Remote
+from nmoe.comm.communicator import Communicator
+from nmoe.comm.remote import Phase
 from nmoe.config import load_config
-from nmoe.errors import EnvironmentFault, PeerFault
+from nmoe.errors import PeerFault
 from nmoe.rdep.exchange import Exchange
+from nmoe.rdep.nodes import exchange_of
 
 
 def small(comm: Communicator, **settings: float) -> Exchange:
@@ -45,16 +46,10 @@ def test_a_second_exchange_over_the_same_memory_waits_for_its_peers():
 def test_an_exchange_of_a_run_is_patient_until_it_is_armed():
     def work(comm: Communicator) -> list[float]:
         config = load_config(QUICKSTART, ["rdep.timeout_s=7", "data.seq_len=16"])
-        exchange = Exchange.of(config, comm, dtype=torch.float32)
+        exchange = exchange_of(config, comm, dtype=torch.float32)
+        assert isinstance(exchange, Exchange)
         before = exchange.board.timeout_s
         exchange.arm()
         return [before, exchange.board.timeout_s]
 
     assert run_ranks(2, over_shm, work) == [[1800.0, 7.0]] * 2
-
-
-def test_a_peer_whose_memory_is_not_mapped_is_named():
-    own = torch.zeros(64, dtype=torch.uint8)
-    memory = Symmetric(local=own, peers=(own, None))
-    with pytest.raises(EnvironmentFault, match=r"rank 0 cannot write into the memory of rank 1.*parallel\.ep"):
-        Remote.of(memory, rank=0, offset=0, shape=(8,), dtype=torch.int64)

@@ -19,8 +19,8 @@ from nmoe.comm.watcher import LOST
 from nmoe.config import Moe
 from nmoe.errors import PeerFault
 from nmoe.ops.plan import reference as plan_op
-from nmoe.rdep.exchange import Exchange
 from nmoe.rdep.layer import MoE
+from nmoe.rdep.nodes import exchange_over
 
 SIZE, D, E, K = 4, 8, 8, 2
 MARGIN_S = 5.0
@@ -34,7 +34,7 @@ def train_forever(comm: Shm, folder: Path, timeout_s: float, steps: int = 10**9)
 
 def steps_of(comm: Shm, timeout_s: float) -> Iterator[int]:
     """Number of each forward and backward, when it is done."""
-    exchange = Exchange(
+    exchange = exchange_over(
         comm, tokens=16, hidden_size=D, num_experts=E, top_k=K, dtype=torch.float32, timeout_s=timeout_s
     )
     config = Moe(num_experts=E, num_shared_experts=0, top_k=K, expert_size=4)

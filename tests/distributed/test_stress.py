@@ -6,6 +6,9 @@ from layers import Case
 from stress import stress
 
 
-@pytest.mark.parametrize("tokens", [(9, 13), (9, 13, 5, 11)], ids=["2", "4"])
-def test_random_delays_change_no_number(tokens):
-    stress(Case(tokens=tokens, experts=8, top_k=3, width=16, expert_width=4, capacity=1.0), 250)
+@pytest.mark.parametrize(
+    ("tokens", "node_size"), [((9, 13), 0), ((9, 13, 5, 11), 0), ((9, 13, 5, 11), 2)], ids=["2", "4", "2 x 2"]
+)
+def test_random_delays_change_no_number(tokens, node_size):
+    case = Case(tokens=tokens, experts=8, top_k=3, width=16, expert_width=4, capacity=1.0, node_size=node_size)
+    stress(case, 250)

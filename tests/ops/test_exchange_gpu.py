@@ -31,6 +31,7 @@ class Together:
 
     def __init__(self, rank: int, size: int, memory: dict[int, Tensor]) -> None:
         self.rank, self.size, self._memory = rank, size, memory
+        self.ranks, self.node_size = range(size), size
         self.device = torch.device("cuda", 0)
 
     def symmetric(self, name: str, *, nbytes: int) -> Symmetric:

@@ -30,7 +30,7 @@ def sent(x_TD: Tensor, wire: Wire, op=reference) -> Tensor:
     packets = torch.zeros(tokens, wire.packet_bytes(x_TD.shape[1]), dtype=torch.uint8, device=device)
     address = torch.tensor([packets.data_ptr()], dtype=torch.int64, device=device)
     sends = Sends(row_TP=torch.arange(tokens, dtype=torch.int32, device=device).unsqueeze(1))
-    target = Remote(rank=0, views=(packets,), address_P=address)
+    target = Remote(rank=0, local=packets, views=(packets,), address_P=address)
     op.push_packed(x_TD, sends, counts(tokens, device), packets=target, wire=wire)
     return packets
 

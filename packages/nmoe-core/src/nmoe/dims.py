@@ -27,6 +27,7 @@ DIMS: Mapping[str, str] = MappingProxyType(
         "F": "hidden width of a feed-forward network or expert",
         "P": "ranks of the expert-parallel group",
         "R": "rows received by this rank",
+        "Q": "rows received by this rank from the ranks of its node, to which other nodes' rows came first",
         "S": "assignments (row-expert slots); T*K on one rank",
         "M": "words (int32) of the record that travels with a row",
         "O": "owners of one token: at most min(K, P)",

@@ -4,6 +4,8 @@
 Rows, counts, flags and epochs all live in symmetric buffers, and the ops of `nmoe.rdep` write them with plain stores; so
 a communicator has no verb for sending. A rendering differs from another in how a peer's memory is reached: its own, a
 mapping of POSIX shared memory, a CUDA IPC mapping, or, where it cannot be mapped, by puts.
+
+Ranks whose memory is mapped into each other's address space are a **node**: blocks of `node_size` consecutive ranks.
 """
 
 from dataclasses import dataclass
@@ -26,6 +28,8 @@ class Symmetric:
     peers: tuple[Tensor | None, ...]
     """uint8, one a rank: the peers' buffers as this rank can store into them (its own among them); None where a peer's
     memory is not mapped."""
+    beyond: tuple[Tensor | None, ...] = ()
+    """Where puts are copies (`shm`): the buffers of the peers without a mapping, for `nmoe.ops.ship` and `nmoe.ops.meet` alone."""
 
 
 class Communicator(Protocol):
@@ -39,6 +43,16 @@ class Communicator(Protocol):
     @property
     def size(self) -> int:
         """Ranks P of the group."""
+        ...
+
+    @property
+    def ranks(self) -> range:
+        """Numbers of these ranks in the whole communicator, by which the alarm and NVSHMEM know them: [0, size), or a part."""
+        ...
+
+    @property
+    def node_size(self) -> int:
+        """Ranks of a node: consecutive, and a divisor of size."""
         ...
 
     @property

@@ -86,6 +86,7 @@ class Ipc:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, watcher: Watcher | None = None) -> None:
         self._group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.ranks, self.node_size = range(self.size), self.size
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._own: dict[str, int] = {}
         self._mapped: list[int] = []

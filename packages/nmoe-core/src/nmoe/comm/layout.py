@@ -59,7 +59,15 @@ class Area:
 
 
 def areas(
-    *, ranks: int, tokens: int, width: int, top_k: int, row_bytes: int, gate_bytes: int, wire: Wire | None
+    *,
+    ranks: int,
+    tokens: int,
+    width: int,
+    top_k: int,
+    row_bytes: int,
+    gate_bytes: int,
+    wire: Wire | None,
+    far: int = 0,
 ) -> dict[str, Area]:
     """All areas of a rank, in their order.
 
@@ -71,8 +79,9 @@ def areas(
         row_bytes: Of an element of a row.
         gate_bytes: Of a gate.
         wire: Format of x on the way, or None.
+        far: Of the ranks, those whose memory is reached by puts.
     """
-    rows, owners = ranks * tokens, min(top_k, ranks)
+    rows = ranks * tokens
 
     def whole(*shape: int, bits: Literal[32, 64]) -> Area:
         return Area(shape=shape, element="int32" if bits == 32 else "int64", itemsize=bits // 8)
@@ -80,16 +89,30 @@ def areas(
     def of_rows(*shape: int) -> Area:
         return Area(shape=(*shape, width), element="row", itemsize=row_bytes)
 
+    def of_gates(*shape: int) -> Area:
+        return Area(shape=(*shape, top_k), element="gate", itemsize=gate_bytes)
+
+    def of_records(*shape: int) -> Area:
+        return whole(*shape, record_words(top_k=top_k, gate_bytes=gate_bytes), bits=32)
+
     packets = Area(shape=(rows, wire.packet_bytes(width)), element="uint8", itemsize=1) if wire else of_rows(rows)
+    home = {"results": of_rows(min(top_k, ranks), tokens), "values": of_gates(tokens)}
+    if far:
+        home = {"results": of_rows(ranks, tokens), "values": of_gates(ranks, tokens)}
+        home |= {
+            "rows outbox": of_rows(far, tokens),
+            "gradients outbox": of_rows(far, tokens),
+            "records outbox": of_records(far, tokens),
+            "values outbox": of_gates(far, tokens),
+        }
     return {
         "flag": whole(ranks, bits=64),
         "epoch": whole(1, bits=64),
         "count": whole(ranks, ranks, 2, bits=32),
         "rows": packets,
         "gradients": of_rows(rows),
-        "records": whole(rows, record_words(top_k=top_k, gate_bytes=gate_bytes), bits=32),
-        "results": of_rows(owners, tokens),
-        "values": Area(shape=(tokens, top_k), element="gate", itemsize=gate_bytes),
+        "records": of_records(rows),
+        **home,
     }
 
 

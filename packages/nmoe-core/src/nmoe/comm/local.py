@@ -14,6 +14,8 @@ class Local:
 
     rank = 0
     size = 1
+    ranks = range(1)
+    node_size = 1
     alarm = None
 
     def __init__(self, device: torch.device | str = "cpu") -> None:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPUs of several nodes: memory from NVSHMEM's symmetric heap, through nvshmem4py.
 
-Peers whose memory the hardware can map (those of the node) are written with the same stores as under `ipc`. A peer of
-another node has no mapping: its entry in `Symmetric.peers` is None, and rows for it would have to travel as puts.
-**Those puts are not built**: an op that meets None says so. What stands is start, heap, peers of the node, and end.
+Peers of the node are written with the same stores as under `ipc`. All others get what they get by puts, which kernels start
+(`nmoe.ops.ship`, `nmoe.ops.meet`). Those kernels compile for both chips; **no run between nodes has been made**.
 """
 
 import os
@@ -32,17 +31,22 @@ class Nvshmem:
         group: The ranks, over a backend that moves CPU tensors (gloo). It carries NVSHMEM's unique id, sizes and barriers.
         device: This rank's GPU.
         watcher: That of the run; without it the ranks have no alarm.
+        node_size: Ranks of a node, a divisor of theirs: only its ranks' memory is used as mapped, all other is reached by
+            puts, even where the hardware could map it; 0: all.
 
     Raises:
         EnvironmentFault: NVSHMEM does not start on some rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, watcher: Watcher | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, watcher: Watcher | None = None, *, node_size: int = 0
+    ) -> None:
         # NVLink multicast (NVLS) is not used, and setting it up can leave a node's GPUs out of service.
         os.environ["NVSHMEM_DISABLE_NVLS"] = "1"
         self._group = group
         self.alarm = Alarm(group, watcher) if watcher else None
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.ranks, self.node_size = range(self.size), node_size or self.size
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._own: dict[str, Any] = {}
         self._buffers = Buffers(self._make)
@@ -100,12 +104,20 @@ class Nvshmem:
                 error = str(fault)
             agree((error, b""), self._group, what=what)
             base = int(self._own[name].handle)
-            addresses = [int(bindings.ptr(base, peer)) for peer in range(self.size)]
+            node = [peer for peer in self.ranks if peer // self.node_size == self.rank // self.node_size]
+            addresses = {peer: int(bindings.ptr(base, peer)) for peer in node}
             local = tensor_over(base, nbytes, self.device).zero_()
             torch.cuda.synchronize()
-        agree(("", b""), self._group, what=what)  # nobody writes before everybody's memory is zero
-        peers = tuple(tensor_over(a, nbytes, self.device) if a else None for a in addresses)
-        return Symmetric(local=local, peers=peers)
+        unmapped = [peer for peer, address in addresses.items() if not address]
+        error = (
+            f"cannot map the memory of rank {unmapped[0]}, which is of its node ({self.node_size} ranks); set rdep.node_size to "
+            "the ranks whose GPUs reach each other (nmoe-doctor), 1 for none"
+            if unmapped
+            else ""
+        )
+        agree((error, b""), self._group, what=what)  # and nobody writes before everybody's memory is zero
+        peers = (tensor_over(addresses[p], nbytes, self.device) if p in addresses else None for p in self.ranks)
+        return Symmetric(local=local, peers=tuple(peers))
 
     def barrier(self) -> None:
         """See `Communicator`."""

@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """One area of symmetric memory as this rank sees it at all ranks, and the board on which the ranks meet.
 
-Ops take areas, not communicators: torch writes into the views, kernels through the addresses.
+Ops take areas, not communicators: torch writes into the views, kernels through the addresses. Where a peer's memory is
+not mapped, both write into an outbox of this rank instead, and `nmoe.ops.ship` puts what lies there into the peer's.
 """
 
 import enum
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from nmoe.comm.alarm import Alarm
 from nmoe.comm.communicator import Symmetric
-from nmoe.errors import EnvironmentFault
 
-__all__ = ["Board", "Phase", "Remote"]
+__all__ = ["Board", "Far", "Phase", "Remote", "area_of"]
 
 
 class Phase(enum.IntEnum):
@@ -27,45 +30,96 @@ class Phase(enum.IntEnum):
     RETURN_GRADIENT = 4
 
 
+def area_of(whole: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The area that starts ``offset`` bytes into a buffer (uint8)."""
+    nbytes = dtype.itemsize * math.prod(shape)
+    return whole[offset : offset + nbytes].view(dtype).view(shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Far:
+    """A peer whose part of an area is filled by puts. Both tensors have the area's lines as their first axis."""
+
+    peer: int
+    """In the group."""
+    outbox: Tensor
+    """Here: what is to travel."""
+    target: Tensor | None
+    """The peer's area, for puts in plain torch; None where only NVSHMEM reaches it."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remote:
     """The same area in the memory of every rank of the group."""
 
     rank: int
-    """Of this process: ``views[rank]`` is its own memory."""
+    """Of this process."""
+    local: Tensor
+    """This rank's own area."""
     views: tuple[Tensor, ...]
-    """One a rank, of equal shape and dtype, as this rank can store into them."""
+    """One a rank, of equal shape and dtype: where this rank stores what is for that rank. Its part of the peer's area,
+    or, for a peer without a mapping, an outbox."""
     address_P: Tensor
     """int64, on the device: where each view starts, for kernels."""
+    far: tuple[Far, ...] = ()
+    """The peers without a mapping, in rank order."""
+    route_F3: Tensor | None = None
+    """int64, on the device, one line for each of `far`: address of its outbox, its number in NVSHMEM, its rank."""
 
     @property
     def size(self) -> int:
         """Ranks P of the group."""
         return len(self.views)
 
-    @property
-    def local(self) -> Tensor:
-        """This rank's own view."""
-        return self.views[self.rank]
-
     @classmethod
-    def of(cls, memory: Symmetric, *, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> "Remote":
+    def of(
+        cls,
+        memory: Symmetric,
+        *,
+        ranks: range,
+        rank: int,
+        offset: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        outboxes: Sequence[Tensor] | None = None,
+        slabs: bool = False,
+    ) -> "Remote":
         """The area that starts ``offset`` bytes into a symmetric buffer.
 
-        Raises:
-            EnvironmentFault: A peer's memory is not mapped here: rows to it would have to travel as puts.
+        Args:
+            memory: The buffer.
+            ranks: Numbers of the group's ranks in the whole communicator.
+            rank: Of this process in the group.
+            offset: In bytes.
+            shape: Of the area; its first axis is that of lines.
+            dtype: Of the area.
+            outboxes: One for each peer without a mapping, lines first. None: what such peers get is what this rank writes
+                into line ``rank`` of its own area, as with counts and flags.
+            slabs: The first axis is that of ranks and the second that of lines: at every rank, entry q is written by rank q.
         """
-        nbytes = dtype.itemsize * int(torch.Size(shape).numel())
-        views = []
+        area = partial(area_of, offset=offset, shape=shape, dtype=dtype)
+        own, views, far = area(memory.local), list[Tensor](), list[Far]()
         for peer, whole in enumerate(memory.peers):
-            if whole is None:
-                raise EnvironmentFault(
-                    f"rank {rank} cannot write into the memory of rank {peer}, which is on another node, and rows do not "
-                    "travel between nodes yet; set parallel.ep to at most the GPUs of a node"
-                )
-            views.append(whole[offset : offset + nbytes].view(dtype).view(shape))
-        address_P = torch.tensor([v.data_ptr() for v in views], dtype=torch.int64, device=memory.local.device)
-        return cls(rank=rank, views=tuple(views), address_P=address_P)
+            if whole is not None:
+                views.append(area(whole)[rank : rank + 1] if slabs else area(whole))
+                continue
+            outbox = own[rank : rank + 1] if outboxes is None else outboxes[len(far)]
+            views.append(own if outboxes is None else outbox.unsqueeze(0) if slabs else outbox)
+            beyond = memory.beyond[peer] if memory.beyond else None
+            target = None if beyond is None else area(beyond).flatten(0, 1) if slabs else area(beyond)
+            far.append(Far(peer=peer, outbox=outbox, target=target))
+
+        def on_device(numbers: list) -> Tensor:
+            return torch.tensor(numbers, dtype=torch.int64, device=own.device)
+
+        return cls(
+            rank=rank,
+            local=own,
+            views=tuple(views),
+            address_P=on_device([view.data_ptr() for view in views]),
+            far=tuple(far),
+            route_F3=on_device([[f.outbox.data_ptr(), ranks[f.peer], f.peer] for f in far]) if far else None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,10 +133,20 @@ class Board:
     goes on counting when it is replayed."""
     timeout_s: float
     """How long to wait for a peer before it counts as lost."""
+    ranks: range
+    """Numbers of the group's ranks in the whole communicator, by which the alarm and NVSHMEM know them."""
     alarm: Alarm | None = None
     """Where faults are told and heard."""
+    pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Puts in plain torch that have been started and not yet completed: target and outbox of each."""
 
     @property
     def rank(self) -> int:
-        """Of this process."""
+        """Of this process in the group."""
         return self.flag.rank
+
+    def complete(self) -> None:
+        """Make the copies that were started; the meeting does, before it raises a flag."""
+        for target, outbox in self.pending:
+            target.copy_(outbox)
+        self.pending.clear()

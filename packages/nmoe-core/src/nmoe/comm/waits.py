@@ -12,7 +12,7 @@ from nmoe.comm.remote import Board, Phase
 from nmoe.comm.watcher import PATIENCE_S
 from nmoe.errors import PeerFault
 
-__all__ = ["await_all", "await_barrier", "lost", "peer_fault"]
+__all__ = ["await_all", "await_barrier", "lost", "number_in_run", "peer_fault"]
 
 _SPINS = 32  # polls before the first sleep: ranks that run at once meet in microseconds
 _SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 500e-6
@@ -26,10 +26,20 @@ def lost(rank: int, peer: int, *, layer: int, phase: Phase, expected: object, se
 
 def peer_fault(board: Board, *, peer: int, layer: int, phase: Phase, expected: object, seen: object) -> PeerFault:
     """The error to raise for a peer that did not do its part; the other ranks are told."""
-    alarm = board.alarm
-    ranks = alarm.ranks if alarm else range(board.flag.size)
-    text = lost(ranks[board.rank], ranks[peer], layer=layer, phase=phase, expected=expected, seen=seen)
-    return alarm.ring(text) if alarm else PeerFault(text)
+    text = lost(
+        number_in_run(board, board.rank),
+        number_in_run(board, peer),
+        layer=layer,
+        phase=phase,
+        expected=expected,
+        seen=seen,
+    )
+    return board.alarm.ring(text) if board.alarm else PeerFault(text)
+
+
+def number_in_run(board: Board, rank: int) -> int:
+    """What messages call a rank of the board's group: its number in the run."""
+    return board.alarm.ranks[board.ranks[rank]] if board.alarm else board.ranks[rank]
 
 
 def await_all(board: Board, *, layer: int, phase: Phase) -> None:
@@ -46,7 +56,7 @@ def await_all(board: Board, *, layer: int, phase: Phase) -> None:
         )
 
     flag_P = board.flag.local.numpy()
-    _await(lambda: flag_P, epoch, timeout_s=board.timeout_s, alarm=board.alarm, complain=complain)
+    _await(lambda: flag_P, epoch, ranks=board.ranks, timeout_s=board.timeout_s, alarm=board.alarm, complain=complain)
 
 
 def await_barrier(alarm: Alarm) -> None:
@@ -62,14 +72,15 @@ def await_barrier(alarm: Alarm) -> None:
             f"seen {seen} {how}"
         )
 
-    number = alarm.watcher.arrive()
-    _await(lambda: alarm.arrivals, number, timeout_s=PATIENCE_S, alarm=alarm, complain=complain)
+    number, ranks = alarm.watcher.arrive(), range(len(alarm.ranks))
+    _await(lambda: alarm.arrivals, number, ranks=ranks, timeout_s=PATIENCE_S, alarm=alarm, complain=complain)
 
 
 def _await(
     flags: Callable[[], np.ndarray],
     epoch: int,
     *,
+    ranks: range,
     timeout_s: float,
     alarm: Alarm | None,
     complain: Callable[[int, int, str], PeerFault],
@@ -90,7 +101,7 @@ def _await(
             gone = alarm.gone()  # before the flags are read: a peer may come and then end
         flag_P = flags()
         for peer in np.flatnonzero(flag_P < epoch).tolist():
-            if peer in gone:
+            if ranks[peer] in gone:
                 raise complain(peer, int(flag_P[peer]), "of a process that has ended")
             if time.monotonic() > deadline:
                 raise complain(peer, int(flag_P[peer]), f"after {timeout_s:g} s")

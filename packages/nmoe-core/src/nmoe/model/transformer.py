@@ -25,6 +25,7 @@ from nmoe.ops import attention
 from nmoe.ops.cross_entropy import IGNORED, linear_cross_entropy
 from nmoe.rdep.exchange import Exchange
 from nmoe.rdep.layer import MoE
+from nmoe.rdep.nodes import NodeExchange
 from nmoe.rdep.router import Router
 
 __all__ = ["IGNORED", "ModelOutput", "RouterStats", "Transformer", "compute_dtype", "master_dtype"]
@@ -105,7 +106,7 @@ class Transformer(nn.Module):
         """[V, D]: the output head, which may be the embedding."""
         return self.embed if self.config.model.tie_embeddings else self.head
 
-    def connect(self, exchange: Exchange) -> None:
+    def connect(self, exchange: Exchange | NodeExchange) -> None:
         """Let the layers reach the experts of other ranks."""
         for module in self.modules():
             if isinstance(module, MoE):

@@ -16,25 +16,37 @@ values    [T_max, K]        owners: gradients of gates
 
 One copy serves all layers and both directions, because all ranks meet between any two uses of an area (docs/rdep.md).
 At P=8, T_max=8192, D=7168, K=8 in bf16 it is 2.7 GiB.
+
+Where a peer's memory is not mapped, what goes there is stored in an **outbox** and put from there (`nmoe.ops.ship`). A put
+moves lines that lie side by side, so results then come home as one block for each owner, in the order in which it got the
+rows: results is [P, T_max, D] and values [P, T_max, K], and the source finds its own by its plan.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from nmoe.comm.communicator import Communicator
-from nmoe.comm.layout import WIRES, Wire, areas, starts
-from nmoe.comm.remote import Board, Phase, Remote
-from nmoe.config import Config
+from nmoe.comm.communicator import Communicator, Symmetric
+from nmoe.comm.layout import Area, Wire, areas, starts
+from nmoe.comm.remote import Board, Phase, Remote, area_of
 from nmoe.errors import ConfigError
-from nmoe.ops import meet
+from nmoe.ops import meet, ship
 
 __all__ = ["Exchange", "Rounds"]
 
 _PATIENCE_S = 1800.0  # of the first step: some ranks still compile kernels while others wait for them
 _DTYPES = {"int64": torch.int64, "int32": torch.int32, "uint8": torch.uint8}
+_OUTBOXES = {
+    "rows": "rows outbox",
+    "gradients": "gradients outbox",
+    "records": "records outbox",
+    "results": "rows outbox",  # rows leave before the meeting of dispatch, results after it
+    "values": "values outbox",
+}
+_SLABS = {"results", "values"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,10 +87,12 @@ class Exchange:
         top_k: K.
         wire: Format of x on the way, or None for rows as they are. Gradients and results always travel as they are.
         dtype: Of the rows; gates are fp32, fp64 where the rows are.
-        capacity: Assignments that a rank has room for at once, as a multiple of the balanced load T_max * K. More come
-            in further rounds; none is dropped.
+        capacity: Assignments that a rank has room for at once, as a multiple of the balanced load. More come in further
+            rounds; none is dropped.
         exact: Read the number of assignments to the host in each layer and take just that room, in one round.
         timeout_s: How long to wait for a peer before it counts as lost.
+        load: The balanced load: assignments of a rank where routing is even; 0: T_max * K.
+        name: Of its memory: exchanges of one communicator that work side by side have different ones.
 
     Attributes:
         nbytes: Symmetric memory of each rank.
@@ -100,6 +114,8 @@ class Exchange:
         capacity: float = 2.0,
         exact: bool = False,
         timeout_s: float = 60.0,
+        load: int = 0,
+        name: str = "rdep",
     ) -> None:
         if num_experts % comm.size:
             raise ConfigError(
@@ -112,7 +128,7 @@ class Exchange:
         self.gate_dtype = torch.promote_types(dtype, torch.float32)
         per_row = min(top_k, self.experts_per_rank)
         worst = comm.size * tokens * per_row
-        self.rounds = Rounds.of(worst=worst, wanted=math.ceil(capacity * tokens * top_k), per_row=per_row)
+        self.rounds = Rounds.of(worst=worst, wanted=math.ceil(capacity * (load or tokens * top_k)), per_row=per_row)
 
         parts = areas(
             ranks=comm.size,
@@ -122,41 +138,41 @@ class Exchange:
             row_bytes=dtype.itemsize,
             gate_bytes=self.gate_dtype.itemsize,
             wire=wire,
+            far=comm.size - comm.node_size,
         )
-        offsets, self.nbytes = starts(parts)
-        memory = comm.symmetric("rdep", nbytes=self.nbytes)
-        dtypes = _DTYPES | {"row": dtype, "gate": self.gate_dtype}
-        remote = {
-            name: Remote.of(memory, rank=comm.rank, offset=offsets[name], shape=area.shape, dtype=dtypes[area.element])
-            for name, area in parts.items()
-        }
+        self.nbytes = starts(parts)[1]
+        memory = comm.symmetric(name, nbytes=self.nbytes)
+        remote, boxes = _cut(memory, parts, comm, _DTYPES | {"row": dtype, "gate": self.gate_dtype})
         self.count, self.rows, self.gradients = remote["count"], remote["rows"], remote["gradients"]
         self.records, self.results, self.values = remote["records"], remote["results"], remote["values"]
+        self.outboxes = tuple(boxes.values())
         self.timeout_s = timeout_s
-        self.board = Board(flag=remote["flag"], epoch_1=remote["epoch"].local, timeout_s=timeout_s, alarm=comm.alarm)
+        self.board = Board(
+            flag=remote["flag"],
+            epoch_1=remote["epoch"].local,
+            timeout_s=timeout_s,
+            ranks=comm.ranks,
+            alarm=comm.alarm,
+        )
+        far = {far.peer for far in self.count.far}
+        self._near_P1, self._own_line_P2 = (
+            torch.tensor(numbers, dtype=torch.int32, device=comm.device)
+            for numbers in ([[peer not in far] for peer in range(comm.size)], [[comm.rank, 1]] * comm.size)
+        )
         comm.barrier()
 
-    @classmethod
-    def of(cls, config: Config, comm: Communicator, *, dtype: torch.dtype) -> "Exchange":
-        """That of a model under training, for rows of this dtype; patient until it is armed."""
-        exchange = cls(
-            comm,
-            tokens=config.train.micro_batch_size * config.data.seq_len,
-            hidden_size=config.model.hidden_size,
-            num_experts=config.moe.num_experts,
-            top_k=config.moe.top_k,
-            dtype=dtype,
-            wire=WIRES.get(config.rdep.wire),
-            capacity=config.rdep.capacity,
-            exact=config.rdep.sizes == "exact",
-            timeout_s=config.rdep.timeout_s,
-        )
-        exchange.board = replace(exchange.board, timeout_s=_PATIENCE_S)
-        return exchange
+    def be_patient(self) -> None:
+        """Until it is armed, wait for half an hour: some ranks still compile kernels while others wait for them."""
+        self.board = replace(self.board, timeout_s=_PATIENCE_S)
 
     def arm(self) -> None:
         """From now on a peer that does not come within the timeout is lost; called when all kernels are compiled."""
         self.board = replace(self.board, timeout_s=self.timeout_s)
+
+    @property
+    def has_far(self) -> bool:
+        """Whether some peers are reached by puts."""
+        return bool(self.count.far)
 
     def rounds_for(self, count_PP2: Tensor) -> Rounds:
         """Rounds of one call: those of the capacity or, if so asked, one round of the size that arrived."""
@@ -165,6 +181,61 @@ class Exchange:
         slots = int(count_PP2[:, self.comm.rank, 1].sum())  # waits for the device
         return Rounds(num_slots=slots, budget=max(slots, 1), num_rounds=1)
 
+    def places(self, count_PP2: Tensor) -> Tensor:
+        """The table by which rows are stored: at the far peers' outboxes no rank's rows come before this one's."""
+        return count_PP2 * self._near_P1 if self.has_far else count_PP2
+
+    def announce(self) -> None:
+        """Ship the counts that this rank has written into its own table."""
+        if self.has_far:
+            ship.kernels().ship([self.count], self._own_line_P2, self.board)
+
+    def ship_out(self, count_PP2: Tensor, *parts: Remote) -> None:
+        """Ship what this rank has for the owners: to each, behind what the ranks below send it."""
+        if self.has_far:
+            before_P, own_P = count_PP2[: self.comm.rank, :, 0].sum(dim=0), count_PP2[self.comm.rank, :, 0]
+            ship.kernels().ship(parts, torch.stack([before_P, own_P], dim=1).to(torch.int32), self.board)
+
+    def ship_home(self, count_PP2: Tensor, *parts: Remote) -> None:
+        """Ship what this rank has for the sources: to each, one line for each row that came from there."""
+        if self.has_far:
+            came_P = count_PP2[:, self.comm.rank, 0].to(torch.int32)
+            first_P = torch.full_like(came_P, self.comm.rank * self.tokens)
+            ship.kernels().ship(parts, torch.stack([first_P, came_P], dim=1), self.board)
+
     def meet(self, layer: int, phase: Phase) -> None:
         """Let all ranks come to the same point; see `nmoe.ops.meet`."""
         meet.kernels().meet(self.board, layer=layer, phase=phase)
+
+
+def _cut(
+    memory: Symmetric, parts: Mapping[str, Area], comm: Communicator, dtypes: Mapping[str, torch.dtype]
+) -> tuple[dict[str, Remote], dict[str, Tensor]]:
+    """The areas of a buffer, and apart from them the outboxes, which are this rank's alone."""
+    offsets, _ = starts(parts)
+    boxes = {
+        name: area_of(memory.local, offsets[name], part.shape, dtypes[part.element])
+        for name, part in parts.items()
+        if name in _OUTBOXES.values()
+    }
+    found: dict[str, Remote] = {}
+    for name in parts.keys() - boxes.keys():
+        part, dtype, box = parts[name], dtypes[parts[name].element], boxes.get(_OUTBOXES.get(name, ""))
+        found[name] = Remote.of(
+            memory,
+            ranks=comm.ranks,
+            rank=comm.rank,
+            offset=offsets[name],
+            shape=part.shape,
+            dtype=dtype,
+            outboxes=None if box is None else _lines_of(box, part.shape[-1], dtype),
+            slabs=box is not None and name in _SLABS,
+        )
+    return found, boxes
+
+
+def _lines_of(box: Tensor, width: int, dtype: torch.dtype) -> list[Tensor]:
+    """The outbox [far, T_max, ...] as T_max lines for each far peer, which may be shorter than its own."""
+    lines = box.shape[1]
+    parts = (own.reshape(-1).view(torch.uint8)[: lines * width * dtype.itemsize] for own in box)
+    return [part.view(dtype).view(lines, width) for part in parts]

@@ -12,13 +12,15 @@ from nmoe.comm.communicator import Communicator
 from nmoe.config import Moe
 from nmoe.rdep.exchange import Exchange
 from nmoe.rdep.experts import Experts
+from nmoe.rdep.many_nodes import ExpertsAcrossNodes
 from nmoe.rdep.many_ranks import ExpertsAcross
+from nmoe.rdep.nodes import NodeExchange
 from nmoe.rdep.one_rank import ExpertsHere
 from nmoe.rdep.overlap import start_beside
 from nmoe.rdep.plan import owned_experts
 from nmoe.rdep.router import Router, Routes
 
-__all__ = ["MoE"]
+__all__ = ["MoE", "experts_across"]
 
 
 class MoE(nn.Module):
@@ -45,7 +47,7 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.layer = layer
-        self.exchange: Exchange | None = None
+        self.exchange: Exchange | NodeExchange | None = None
         """Where rows meet the experts of other ranks; None where this rank holds them all."""
         owned = owned_experts(config.num_experts, comm)
         self.router = Router(hidden_size=hidden_size, config=config, dtype=dtype)
@@ -75,6 +77,11 @@ class MoE(nn.Module):
             return self.experts(ExpertsHere.apply, x_TD, routes.gate_TK, routes.expert_TK)
 
         def across(*operands: Tensor | bool) -> Tensor:
-            return ExpertsAcross.apply(*operands, exchange, layer)
+            return experts_across(exchange).apply(*operands, exchange, layer)
 
         return self.experts(across, x_TD, routes.gate_TK, routes.expert_TK)
+
+
+def experts_across(exchange: Exchange | NodeExchange) -> type[ExpertsAcross] | type[ExpertsAcrossNodes]:
+    """The routed experts of the ranks that this exchange connects."""
+    return ExpertsAcrossNodes if isinstance(exchange, NodeExchange) else ExpertsAcross

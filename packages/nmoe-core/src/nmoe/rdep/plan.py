@@ -45,10 +45,11 @@ def make_plan(expert_TK: Tensor, *, exchange: Exchange, layer: int) -> Plan:
     """Plan the way of T rows to the owners of their K experts, and learn the plans of all ranks.
 
     Args:
-        expert_TK: int32 global expert ids.
+        expert_TK: int32 ids among the experts of the exchange; -1 where a choice is none of them.
         exchange: Between the owners.
         layer: For messages.
     """
     sends = plan_op.kernels().plan(expert_TK, experts_per_rank=exchange.experts_per_rank, count=exchange.count)
+    exchange.announce()
     exchange.meet(layer, Phase.COUNTS)
     return Plan(sends=sends, count_PP2=exchange.count.local.clone())

@@ -26,6 +26,7 @@ from nmoe.optim.optimizer import Optimizer, make_optimizer
 from nmoe.pieces import Piece
 from nmoe.rdep.exchange import Exchange
 from nmoe.rdep.experts import Experts
+from nmoe.rdep.nodes import NodeExchange, exchange_of
 from nmoe.train.memory import plan_memory
 from nmoe.train.ranks import Ranks, world_of
 from nmoe.train.shard import shard
@@ -82,7 +83,7 @@ class Parts:
 
     ranks: Ranks
     comm: Communicator
-    exchange: Exchange | None
+    exchange: Exchange | NodeExchange | None
     model: Transformer
     pieces: dict[str, Piece]
     optimizer: Optimizer
@@ -150,7 +151,7 @@ def build(config: Config, ranks: Ranks) -> Parts:
     shard(model, ranks=ranks, gather=config.parallel.gather)
     if ranks.mesh:
         model.to_empty(device=ranks.device)
-    exchange = Exchange.of(config, comm, dtype=model.dtype) if comm.size > 1 else None
+    exchange = exchange_of(config, comm, dtype=model.dtype) if comm.size > 1 else None
     if exchange:
         model.connect(exchange)
     init_model(model, config.run.seed)

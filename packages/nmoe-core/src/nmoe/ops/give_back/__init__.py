@@ -28,7 +28,7 @@ class Kernels(Protocol):
     ) -> None:
         """Store each row's sum over k of gate * y[slot] (without gates: of y[slot]) at its source.
 
-        ``results`` is [O, T_max, D] in y's dtype at each rank.
+        ``results`` is [O, T_max, D] in y's dtype at each rank; of slabs (`Remote.of`), a view has one.
         """
         ...
 

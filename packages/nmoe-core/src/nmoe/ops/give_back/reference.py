@@ -23,7 +23,7 @@ def reduce_push(y_SD: Tensor, slot_RK: Tensor, gate_RK: Tensor | None, home_R3: 
 def push_values(value_S: Tensor, slot_RK: Tensor, home_R3: Tensor, *, values: Remote) -> None:
     for peer, view_TK in enumerate(values.views):
         row_R, k_R = torch.nonzero((slot_RK >= 0) & (home_R3[:, :1] == peer)).unbind(1)
-        view_TK[home_R3[row_R, 1].to(torch.int64), k_R] = value_S[slot_RK[row_R, k_R].to(torch.int64)]
+        view_TK.flatten(0, -2)[home_R3[row_R, 1].to(torch.int64), k_R] = value_S[slot_RK[row_R, k_R].to(torch.int64)]
 
 
 def partial_sum(result_OTD: Tensor, sends: Sends) -> Tensor:

@@ -17,7 +17,9 @@ class Kernels(Protocol):
     """What an implementation file defines."""
 
     def meet(self, board: Board, *, layer: int, phase: int) -> None:
-        """Release all stores of this rank to all ranks, and go on, in stream order, when all have done the same.
+        """Release all stores and puts of this rank to all ranks, and go on, in stream order, when all have done the same.
+
+        Puts that were started before are complete, at the peer and here, before any peer sees the flag.
 
         Args:
             board: Its epoch rises by 1.

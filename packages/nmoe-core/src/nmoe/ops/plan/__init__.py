@@ -30,10 +30,10 @@ class Kernels(Protocol):
         """Number the rows of T tokens and announce their counts to all ranks.
 
         Args:
-            expert_TK: int32 global expert ids; a token names an expert once.
+            expert_TK: int32 global expert ids, or -1 where a choice is nobody's here; a token names an expert once.
             experts_per_rank: X.
             count: int32 [P, P, 2] at each rank: entry [q, p] is what rank q sends to rank p: rows, and assignments
-                (row-expert pairs). This rank writes entry [rank] everywhere.
+                (row-expert pairs). This rank writes entry [rank] everywhere it reaches.
         """
         ...
 

@@ -30,12 +30,13 @@ _ONE_BLOCK = 1024  # tokens: so many are quicker in one block than with a second
 
 @cute.jit
 def _owners(mExpert: cute.Tensor, token: Int32, end: Int32, experts: Int32, top_k: cutlass.Constexpr[int]):
-    """Ranks of a token's experts; -1 past the end."""
+    """Ranks of a token's experts; -1 where it has none, and past the end."""
     rOwner = cute.make_rmem_tensor((top_k,), Int32)
     rOwner.fill(-1)
     if token < end:
         for k in cutlass.range_constexpr(top_k):
-            rOwner[k] = mExpert[token, k] // experts
+            expert = mExpert[token, k]
+            rOwner[k] = expert // experts if expert >= 0 else Int32(-1)
     return rOwner
 
 

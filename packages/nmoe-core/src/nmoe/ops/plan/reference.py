@@ -11,9 +11,9 @@ __all__ = ["plan"]
 
 
 def plan(expert_TK: Tensor, *, experts_per_rank: int, count: Remote) -> Sends:
-    owner_TK = expert_TK.to(torch.int64) // experts_per_rank
+    owner_TK = expert_TK.to(torch.int64).div(experts_per_rank, rounding_mode="floor")  # of -1: -1
     assignments_TP = torch.zeros(expert_TK.shape[0], count.size, dtype=torch.int64, device=expert_TK.device)
-    assignments_TP.scatter_add_(1, owner_TK, torch.ones_like(owner_TK))
+    assignments_TP.scatter_add_(1, owner_TK.clamp(min=0), (owner_TK >= 0).to(torch.int64))
     goes_TP = assignments_TP > 0
     row_TP = torch.where(goes_TP, goes_TP.cumsum(dim=0) - 1, -1).to(torch.int32)
     count_P2 = torch.stack([goes_TP.sum(dim=0), assignments_TP.sum(dim=0)], dim=1).to(torch.int32)

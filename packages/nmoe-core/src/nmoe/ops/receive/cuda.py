@@ -35,6 +35,8 @@ def _receive_kernel(
     fault: Int64,
     layer: Int32,
     rank: Int32,
+    first: Int32,
+    step: Int32,
     ranks: cutlass.Constexpr[int],
     top_k: cutlass.Constexpr[int],
 ):
@@ -61,8 +63,9 @@ def _receive_kernel(
             found = mRecord[row, 0]
             epoch = Int32((mEpoch[0] - 1) & 0x7FFFFFFF)
             if found != source or mRecord[row, 3] != epoch:
-                seen = (Int64(found) << 32) | Int64(mRecord[row, 3])
-                fail(fault, Int32(WRONG_ROW), rank, source, layer, Int32(int(Phase.DISPATCH)), Int64(epoch), seen)
+                seen = (Int64(first + step * found) << 32) | Int64(mRecord[row, 3])
+                own, peer = first + step * rank, first + step * source  # numbers in the whole
+                fail(fault, Int32(WRONG_ROW), own, peer, layer, Int32(int(Phase.DISPATCH)), Int64(epoch), seen)
         if lane < 3:
             mHome[row, lane] = mRecord[row, lane] if present else Int32(-1)
         if lane < top_k:
@@ -82,14 +85,16 @@ def _receive_entry(
     fault: Int64,
     layer: Int32,
     rank: Int32,
+    first: Int32,
+    step: Int32,
     ranks: cutlass.Constexpr[int],
     top_k: cutlass.Constexpr[int],
     stream: Any,
 ):
     items = mRecord.shape[0] * max(top_k, 3)
-    _receive_kernel(mRecord, mCount, mEpoch, mExpert, mGate, mHome, fault, layer, rank, ranks, top_k).launch(
-        grid=[cute.ceil_div(items, _THREADS), 1, 1], block=[_THREADS, 1, 1], stream=stream
-    )
+    _receive_kernel(
+        mRecord, mCount, mEpoch, mExpert, mGate, mHome, fault, layer, rank, first, step, ranks, top_k
+    ).launch(grid=[cute.ceil_div(items, _THREADS), 1, 1], block=[_THREADS, 1, 1], stream=stream)
 
 
 @kernel_cache
@@ -103,8 +108,7 @@ def receive_kernel(top_k: int, ranks: int) -> Any:
         fake("int32", None, top_k, align=4),
         fake("int32", None, 3, align=4),
         Int64(0),
-        Int32(0),
-        Int32(0),
+        *[Int32(0)] * 4,
         ranks,
         top_k,
     )
@@ -129,5 +133,7 @@ def receive(
         fault_record().data_ptr(),
         layer,
         board.rank,
+        board.ranks.start,
+        board.ranks.step,
     )
     return arrivals

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from nmoe.comm.remote import Board, Phase
-from nmoe.comm.waits import peer_fault
+from nmoe.comm.waits import number_in_run, peer_fault
 from nmoe.ops.push import HEADER_WORDS
 from nmoe.ops.receive import Arrivals
 
@@ -26,7 +26,9 @@ def receive(
     if wrong_R.any():
         row = int(wrong_R.nonzero()[0])
         peer = int(source_R[row])
-        found = f"row of rank {record_RM[row, 0]}, epoch {record_RM[row, 3]}"
+        source = int(record_RM[row, 0])
+        source = number_in_run(board, source) if 0 <= source < len(board.ranks) else source
+        found = f"row of rank {source}, epoch {record_RM[row, 3]}"
         wanted = f"one of its {count_P[peer]} rows, epoch {int(epoch)}"
         raise peer_fault(board, peer=peer, layer=layer, phase=Phase.DISPATCH, expected=wanted, seen=found)
 
