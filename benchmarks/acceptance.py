@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8, help="rows a GPU (default: 8)")
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--masters", action="store_true", help="transformers keeps fp32 masters, as we do")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
     options = parser.parse_args()
     layers = options.layers or (4 if options.goal == "transformers" else 0)
@@ -77,7 +78,8 @@ def main() -> None:
         verdict("two GPUs over one, token/s", two["tokens_per_second"] / one["tokens_per_second"], 1.85)
     else:
         rows = [f"--set=train.batch_size={options.rows}", f"--set=train.micro_batch_size={options.rows}"]
-        theirs = result_of(HERE / "train_transformers.py", options.config, *rows, *settings)
+        masters = ["--masters"] if options.masters else []
+        theirs = result_of(HERE / "train_transformers.py", options.config, *rows, *settings, *masters)
         verdict("nmoe over transformers, token/s", one["tokens_per_second"] / theirs["tokens_per_second"], 2.0)
 
 

@@ -13,6 +13,7 @@ import argparse
 import importlib
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
@@ -29,7 +30,7 @@ RULE = Rule(learning_rate=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-
 STEPS = 5
 
 
-def implementations(op: str, *, wanted: bool) -> Iterator[tuple[str, object]]:
+def implementations(op: str, *, wanted: bool) -> Iterator[tuple[str, Any]]:
     """The file that serves an op here, and plain torch."""
     stems = [path.stem for path in [registry.source_file(op, on=arch.current())] if path and wanted]
     for stem in dict.fromkeys([*stems, "reference"]):

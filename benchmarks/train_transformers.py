@@ -4,9 +4,10 @@
     python benchmarks/train_transformers.py configs/moonlet.toml --set model.num_layers=4 --set train.batch_size=8
 
 The model is the one that `nmoe-convert to-hf` would export, with random values and random tokens, rows that are one
-document (their fastest: no mask but the causal one). fp32 masters with bf16 autocast, as here; `--bf16` keeps no masters and moments in
-bf16, which needs half of the memory and is not the same training. A batch that does not fit into memory whole is tried in
-2, 4 and 8 micro batches; the first that fits is measured. The last line is JSON.
+document (their fastest: no mask but the causal one). Values, gradients and moments are bf16, which is their fastest and a lesser
+training than ours; `--masters` keeps fp32 copies of the values beside them, as we do, and updates those. (fp32 values under autocast
+would not do: compiled, their experts then run one by one.) A batch that does not fit into memory whole is tried in 2, 4
+and 8 micro batches; the first that fits is measured. The last line is JSON.
 """
 
 import argparse
@@ -24,20 +25,22 @@ from nmoe.model.hf import config_to_hf
 from nmoe.train.throughput import device_peak, flop_per_token
 
 
-def model_of(config: Config, *, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
+def model_of(config: Config, *, device: torch.device) -> torch.nn.Module:
     keys = config_to_hf(config)
     (kind,) = keys["architectures"]
     hf = getattr(transformers, kind.replace("ForCausalLM", "Config")).from_dict(keys)
     with device:
         return transformers.AutoModelForCausalLM.from_config(
-            hf, dtype=dtype, attn_implementation="sdpa", experts_implementation="grouped_mm"
+            hf, dtype=torch.bfloat16, attn_implementation="sdpa", experts_implementation="grouped_mm"
         ).train()
 
 
 def step_of(config: Config, options: argparse.Namespace, micro: int, device: torch.device) -> Callable[[], float]:
     """A function that trains one step of `train.batch_size` rows, `micro` at a time, and returns the loss."""
-    model = model_of(config, device=device, dtype=torch.bfloat16 if options.bf16 else torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=config.optim.betas, fused=True)
+    model = model_of(config, device=device)
+    values = list(model.parameters())
+    trained = [value.detach().float().requires_grad_() for value in values] if options.masters else values
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, betas=config.optim.betas, fused=True)
     called = torch.compile(model) if options.compile else model
     rows, length = config.train.batch_size, config.data.seq_len
     generator = torch.Generator(device).manual_seed(1)
@@ -49,12 +52,19 @@ def step_of(config: Config, options: argparse.Namespace, micro: int, device: tor
     def step() -> float:
         total = torch.zeros((), device=device)
         for tokens in batches():
-            with torch.autocast(device.type, torch.bfloat16, enabled=not options.bf16):
-                loss = called(input_ids=tokens, labels=tokens, use_cache=False).loss * (micro / rows)
+            loss = called(input_ids=tokens, labels=tokens, use_cache=False).loss * (micro / rows)
             loss.backward()
             total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(values, 1.0)
+        if options.masters:
+            for master, value in zip(trained, values, strict=True):
+                master.grad = None if value.grad is None else value.grad.float()
+                value.grad = None
         optimizer.step()
+        if options.masters:
+            with torch.no_grad():
+                for value, master in zip(values, trained, strict=True):
+                    value.copy_(master)
         optimizer.zero_grad(set_to_none=True)
         return float(total)  # waits for the device
 
@@ -76,7 +86,7 @@ def measure(config: Config, options: argparse.Namespace, micro: int, device: tor
     tokens = config.train.batch_size * config.data.seq_len
     peak = device_peak(device, torch.bfloat16)
     return {
-        "peer": "transformers",
+        "peer": "transformers, fp32 masters" if options.masters else "transformers, all bf16",
         "layers": config.model.num_layers,
         "micro_rows": micro,
         "seconds": median,
@@ -94,7 +104,7 @@ def main() -> None:
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warm-up", type=int, default=3)
-    parser.add_argument("--bf16", action="store_true", help="bf16 values and moments, no masters")
+    parser.add_argument("--masters", action="store_true", help="fp32 copies of the values, which are updated")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     options = parser.parse_args()
     config = load_config(options.config, options.overrides)

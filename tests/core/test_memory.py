@@ -90,6 +90,7 @@ def measured_peak(config: Config) -> int:
         (*GQA,),
         ("attention.q_lora_rank=24", "moe.balance_loss=1e-3", "moe.z_loss=1e-3"),
         ("model.mtp_depth=2", "train.dtype=bf16"),
+        ("optim.moment_dtype=bf16", "moe.num_experts=64", "train.micro_batch_size=1"),
         ("optim.kind=muon", "optim.moment_dtype=bf16", "moe.num_experts=64", "train.micro_batch_size=1"),
         (ALL, "train.dtype=bf16"),
         ('train.recompute=["attention"]',),

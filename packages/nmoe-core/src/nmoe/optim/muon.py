@@ -39,8 +39,8 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of x, x^3 and x^5: the steepest odd quintic at 0 that keeps [0, 1] within [0, 1.21]."""
 _RMS = 0.2
 """Root mean square of an update, over the learning rate: what AdamW's settles at."""
-# Elements orthogonalised at a time: temporaries stay near 1 GiB whatever the number of experts is.
-_BATCH = 1 << 26
+# Elements orthogonalised at a time: temporaries stay near 1 GiB whatever the number of experts is; and rounded at a time.
+_BATCH, _ROUNDED = 1 << 26, 1 << 24
 
 
 def orthogonalize(matrices: Tensor, *, steps: int) -> Tensor:
@@ -144,7 +144,8 @@ class Muon:
     def _round(self, name: str, moved: Tensor) -> None:
         """Keeps the momentum in bf16, a part at a time."""
         key, offset = noise_key(self._seed, update=self.num_updates, name=name), self._offset[name]
-        for values, kept in zip(moved.view(-1).split(_BATCH), self._momentum[name].view(-1).split(_BATCH), strict=True):
+        parts = (tensor.view(-1).split(_ROUNDED) for tensor in (moved, self._momentum[name]))
+        for values, kept in zip(*parts, strict=True):
             bits = noise(key, offset=offset, count=len(values), device=values.device)
             kept.copy_(round_up_at_random(values.float(), bits))
             offset += len(values)

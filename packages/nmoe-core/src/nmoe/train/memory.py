@@ -248,18 +248,23 @@ def _backward_working(config: Config, layer: int, s: _Widths) -> int:
 
 def _optimizer_working(config: Config, s: _Widths) -> int:
     narrow = config.optim.moment_dtype == "bf16"
-    chunk = _CHUNK_MOMENTS * 7 * s.w if narrow else 0
+    chunk = _CHUNK_MOMENTS * 7 * s.w if narrow and not s.kernels else 0
     if config.optim.kind != "muon":
         return min(chunk, 7 * s.w * max(math.prod(shape) for shape in parameter_shapes(config).values()))
     shapes = parameter_shapes(config)
-    return max(_muon_working(name, shape, s) for name, shape in shapes.items() if _moments(name, shape, config) == 1)
+    matrices = [(name, shape) for name, shape in shapes.items() if _moments(name, shape, config) == 1]
+    return max(_muon_working(name, shape, s, narrow=narrow) for name, shape in matrices)
 
 
-def _muon_working(name: str, shape: tuple[int, ...], s: _Widths) -> int:
-    """Two copies of a parameter, and of a batch of its matrices the iterate and its Gram matrix twice."""
+def _muon_working(name: str, shape: tuple[int, ...], s: _Widths, *, narrow: bool) -> int:
+    """Two copies of a parameter, and of a batch of its matrices the iterate and its Gram matrix twice.
+
+    Or, where the momentum is rounded, it in full precision and random bits for a part of it.
+    """
     rows, columns = shape[-2] // (2 if name.endswith("w13") else 1), shape[-1]
     size, square = math.prod(shape), min(rows, columns) / max(rows, columns)
-    return 2 * size * s.w + int(min(_CHUNK_MUON, size) * s.a * (2 + 2 * square))
+    rounding = size * s.w + min(_CHUNK_MOMENTS, size) * 20 if narrow else 0
+    return max(rounding, 2 * size * s.w + int(min(_CHUNK_MUON, size) * s.a * (2 + 2 * square)))
 
 
 def plan_memory(config: Config, *, kernels: bool, ranks: int = 1) -> Memory:

@@ -42,7 +42,8 @@ def noise(key: int, *, offset: int, count: int, device: torch.device) -> Tensor:
     low, high = words(key)
     place = torch.arange(offset, offset + count, dtype=torch.int64, device=device)
     bits = _mix(place.to(torch.int32).bitwise_xor_(low))  # the conversion keeps the low word
-    return _mix(bits.bitwise_xor_((place >> 32).to(torch.int32)).bitwise_xor_(high))
+    place >>= 32
+    return _mix(bits.bitwise_xor_(place.to(torch.int32)).bitwise_xor_(high))
 
 
 def _mix(bits: Tensor) -> Tensor:
