@@ -210,7 +210,8 @@ def _by_part(events: Iterable[Any], *, on_gpu: bool) -> tuple[dict[str, float], 
     made_by = {}
     for event in host:
         part = _enclosing(event)
-        if part is not None and event.sequence_nr >= 0 and not _node(event):
+        # What is not differentiated carries the number of the next operation that is.
+        if part not in (None, *_BESIDE) and event.sequence_nr >= 0 and not _node(event):
             made_by[event.thread, event.sequence_nr] = part
     forward: dict[str, float] = {}
     backward: dict[str, float] = {}
