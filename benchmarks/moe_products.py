@@ -8,7 +8,7 @@ Every kernel runs once a round, rounds follow each other without a wait, so the 
 milliseconds (median), TFLOP/s and TB/s, and the share of the roofline: the larger of FLOP over the dense product's rate
 of this run and bytes over 4.3 TB/s. --tiles tries other tiles for every product, a different one each round, with rows
 gathered and with rows in slot order; the table in ops/grouped_gemm/sm90a.py is made from that. --waste prints what the
-chosen tiles compute for nothing: rows that fill up an expert's last tile, and multiprocessors idle in the last wave.
+chosen tiles compute for nothing: rows that fill up an expert's last tile, and multiprocessors that wait for the last one.
 """
 
 import argparse
@@ -202,13 +202,18 @@ def print_waste(shape: tuple[int, ...], zipf: float) -> None:
         g = getattr(tile_of, name)
         across = math.ceil(columns / g.tile_n)
         if rows:  # of a weight: the slots are summed over, 64 at a time
-            tiles = X * math.ceil(rows / g.tile_m) * across
-            filled = sum(math.ceil(n / 64) * 64 for n in count) / slots
+            each = math.ceil(rows / g.tile_m) * across
+            steps = [math.ceil(n / 64) for n in count]
+            filled = sum(steps) * 64 / slots
             filled *= math.ceil(rows / g.tile_m) * g.tile_m / rows * across * g.tile_n / columns
+            costs = [cost for cost in steps for _ in range(each)]
         else:
-            tiles = sum(math.ceil(n / g.tile_m) for n in count) * across
-            filled = sum(math.ceil(n / g.tile_m) * g.tile_m for n in count) / slots * across * g.tile_n / columns
-        cells.append(f"{name} {100 * (filled - 1):.1f} + {100 * (math.ceil(tiles / SMS) * SMS / tiles - 1):.1f}")
+            tiles = [math.ceil(n / g.tile_m) for n in count]
+            filled = sum(tiles) * g.tile_m / slots * across * g.tile_n / columns
+            costs = [1] * (sum(tiles) * across)
+        # Tiles are dealt to the multiprocessors in turn; all wait for the one that got most.
+        busy = [sum(costs[first::SMS]) for first in range(SMS)]
+        cells.append(f"{name} {100 * (filled - 1):.1f} + {100 * (max(busy) * SMS / sum(busy) - 1):.1f}")
     print(f"T={shape[0]} D={D} F={F} E={X} K={shape[4]} zipf={zipf}: " + ", ".join(cells))  # fmt: skip
 
 

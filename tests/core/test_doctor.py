@@ -43,6 +43,29 @@ def test_doctor_refuses_a_config_in_one_line(capsys):
     assert "moe.top_k = 99" in told.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--warm-up", "sm_90a"], "expected a CONFIG"),
+        (
+            [str(QUICKSTART), "--set", "train.dtype=bf16", "--warm-up", "sm_80"],
+            "found 'sm_80'; expected one of sm_90a,",
+        ),
+    ],
+)
+def test_doctor_says_what_it_cannot_compile(arguments, said, capsys):
+    assert main(arguments) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.count("\n") == 1
+    assert said in told.err
+
+
+def test_doctor_compiles_nothing_for_plain_torch(capsys):
+    assert main([str(QUICKSTART), "--warm-up", "sm_90a"]) == 0
+    assert capsys.readouterr().out.startswith("--  kernels")
+
+
 def test_doctor_counts_the_shared_memory_that_ranks_need():
     (enough,) = findings(Demand(ranks=2, comm="shm", symmetric_bytes=1 << 12), "shared memory")
     (too_much,) = findings(Demand(ranks=2, comm="shm", symmetric_bytes=1 << 60), "shared memory")

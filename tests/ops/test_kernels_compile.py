@@ -39,7 +39,7 @@ def tool(name: str, *arguments: str | Path) -> str:
 
 @pytest.fixture(scope="module", params=ARCHS)
 def compiled(request, tmp_path_factory):
-    """(arch, cubin files) of every kernel."""
+    """(arch, cubin files) of every kernel; their folder is the parent of the files."""
     folder = tmp_path_factory.mktemp(request.param)
     script = Path(__file__).with_name("compile_kernels.py")
     environment = os.environ | {"NMOE_CACHE": str(folder), "PYTHONWARNINGS": "ignore"}
@@ -71,3 +71,37 @@ def test_no_kernel_spills(compiled):
     assert len(stacks) >= len(files)
     assert not any(size for text, size in stacks if "flash_attn" not in text)
     assert max(size for _, size in stacks) <= 24  # flash-attn-4's backward on sm_100a
+
+
+def warm_up(arch: str, folder: Path) -> str:
+    """What is said while the kernels of a config are compiled."""
+    environment = os.environ | {"NMOE_CACHE": str(folder), "PYTHONWARNINGS": "ignore"}
+    command = [
+        f"{sys.prefix}/bin/nmoe-doctor",
+        "configs/moonlet.toml",
+        "--set",
+        "train.batch_size=8",
+        "--warm-up",
+        arch,
+    ]
+    root = Path(__file__).parents[2]
+    return subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_kernels_of_a_config_are_compiled_before_it_runs(compiled):
+    """From shapes alone, what is on disk is found, and what is damaged there is seen."""
+    arch, files = compiled
+    folder = files[0].parent
+    said = warm_up(arch, folder)
+    (number, found), *_ = re.findall(r"compiling (\d+) kernels .* (\d+) found", said)
+    # The fixture asked for these directly: the same kernel has the same name, whoever asks.
+    assert int(found) >= 18
+    assert f"ok  kernels             {int(number) + int(found)} for {arch}" in said
+    objects = sorted((folder / "kernels" / arch).glob("[0-9a-f]*/*.o"), key=lambda path: path.stat().st_mtime)
+    short, wrong = objects[-2:]  # of this config
+    short.write_bytes(short.read_bytes()[:-1])
+    wrong.write_bytes(wrong.read_bytes()[:999] + b"x" + wrong.read_bytes()[1000:])
+    said = warm_up(arch, folder)
+    assert all(f"{path}: damaged" in said for path in (short, wrong))
+    assert f"compiling 2 kernels for {arch}" in said
+    assert len(warm_up(arch, folder).splitlines()) == 1  # nothing is left to do

@@ -136,6 +136,21 @@ def test_cross_entropy_of_ignored_targets_alone_is_zero():
     assert all((g == 0).all() for g in torch.autograd.grad(nll, (x, w)))
 
 
+def test_cross_entropy_computes_no_gradients_that_nobody_wants(monkeypatch):
+    asked, forward = [], cross_entropy_reference.forward
+
+    def spy(*args, gradients: bool, **keys):
+        asked.append(gradients)
+        return forward(*args, gradients=gradients, **keys)
+
+    monkeypatch.setattr(cross_entropy_reference, "forward", spy)
+    x, w = torch.randn(5, 3), torch.randn(7, 3, requires_grad=True)
+    cross_entropy.linear_cross_entropy(x, w, torch.zeros(5, dtype=torch.int64))
+    with torch.no_grad():  # a held-out set: the head is a parameter there, too
+        cross_entropy.linear_cross_entropy(x, w, torch.zeros(5, dtype=torch.int64))
+    assert asked == [True, False]
+
+
 def test_cross_entropy_keeps_no_logits():
     x = torch.randn(4096, 16, requires_grad=True)
     w = torch.randn(1024, 16, requires_grad=True)

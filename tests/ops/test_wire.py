@@ -97,7 +97,7 @@ def test_values_that_are_not_finite_are_seen(wire, value):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("tokens", "width"), [(1, 32), (41, 416), (1000, 2048), (517, 7168)])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 64), (41, 448), (1000, 2048), (517, 7168)])
 @pytest.mark.parametrize("wire", [MXFP8, NVFP4], ids=lambda w: w.name)
 def test_kernels_write_and_read_the_bytes_of_the_reference(wire, tokens, width):
     kernels = importlib.import_module("nmoe.ops.wire.cuda")

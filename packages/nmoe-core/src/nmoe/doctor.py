@@ -11,6 +11,7 @@ import importlib.metadata
 import math
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,7 +21,8 @@ from nmoe.arch import Arch, arch_of
 from nmoe.cli import exit_status
 from nmoe.comm import probe
 from nmoe.config import Config, load_config
-from nmoe.errors import EnvironmentFault
+from nmoe.errors import ConfigError, EnvironmentFault
+from nmoe.ops._cute.folder import kernel_folder
 
 __all__ = ["Demand", "Finding", "demand_of", "doctor_parser", "examine", "main"]
 
@@ -302,6 +304,27 @@ def _nvshmem(demand: Demand) -> Finding:
     return Finding(mark="ok", subject="NVSHMEM", text=f"{version} starts with one rank")
 
 
+def _warm_up(config: Config | None, chip: str) -> Finding:
+    """Compiles the kernels of a config for a chip, or for this machine's GPU."""
+    if config is None:
+        raise ConfigError("nmoe-doctor --warm-up: expected a CONFIG, whose kernels it compiles")
+    if config.train.dtype != "bf16":
+        text = f'none: train.dtype = "{config.train.dtype}" runs plain torch'
+        return Finding(mark="--", subject="kernels", text=text)
+    from nmoe.train.warm_up import CHIPS, warm_up
+
+    gpus = _gpus()
+    here = next((gpu.arch.target for gpu in gpus if gpu.arch and gpu.arch.target), None)
+    if chip not in CHIPS and (chip or here is None):
+        found = f"found {chip!r}" if chip else "no GPU with kernels here"
+        raise EnvironmentFault(f"nmoe-doctor --warm-up: {found}; expected one of {', '.join(CHIPS)}")
+    chip, began = chip or str(here), time.perf_counter()
+    ranks = demand_of(config, gpus=len(gpus)).ranks
+    files = warm_up(config, chip=chip, ranks=ranks, say=_write)
+    text = f"{files} for {chip} in {kernel_folder(chip)}, {time.perf_counter() - began:.1f} s"
+    return Finding(mark="ok", subject="kernels", text=text)
+
+
 def _size(number: float) -> str:
     return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
 
@@ -322,6 +345,14 @@ def doctor_parser() -> argparse.ArgumentParser:
         dest="overrides",
         help="override a key of the config; may be repeated",
     )
+    parser.add_argument(
+        "--warm-up",
+        metavar="CHIP",
+        nargs="?",
+        const="",
+        help="instead, compile every kernel that training CONFIG will use, for this machine's GPU or for CHIP (sm_90a, "
+        "sm_100a, sm_103a), which need not be here; with parallel.ep for that many expert-parallel ranks",
+    )
     parser.add_argument("--version", action="version", version=f"nmoe-core {nmoe.__version__}")
     return parser
 
@@ -332,11 +363,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_status(lambda: _report(options))
 
 
+def _write(line: Finding | str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def _report(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides) if options.config else None
+    if options.warm_up is not None:
+        _write(_warm_up(config, options.warm_up))
+        return 0
     faults = 0
     for finding in examine(demand_of(config, gpus=_count_gpus())):
-        sys.stdout.write(f"{finding}\n")
-        sys.stdout.flush()
+        _write(finding)
         faults += finding.mark == "no"
     return 2 if faults else 0

@@ -87,8 +87,9 @@ def _moe_violations(config: Config) -> Iterator[str]:
         yield f"parallel.ep = {parallel.ep} does not divide moe.num_experts = {moe.num_experts}"
     if parallel.ep > 1 and parallel.comm == "local":
         yield f'parallel.comm = "local" is one rank, but parallel.ep = {parallel.ep}'
-    if config.rdep.wire != "plain" and config.model.hidden_size % 32:
-        yield f'rdep.wire = "{config.rdep.wire}" needs blocks of 32, but model.hidden_size = {config.model.hidden_size}'
+    block = {"plain": 1, "mxfp8": 32, "nvfp4": 64}[config.rdep.wire]  # 64: so that the scale of a row is aligned
+    if config.model.hidden_size % block:
+        yield f'rdep.wire = "{config.rdep.wire}" needs blocks of {block}, but model.hidden_size = {config.model.hidden_size}'
     if moe.top_k > moe.num_experts:
         yield f"moe.top_k = {moe.top_k} exceeds moe.num_experts = {moe.num_experts}"
         return

@@ -45,6 +45,7 @@ from nmoe.train.setup import (
     start_from,
 )
 from nmoe.train.throughput import device_peak
+from nmoe.train.warm_up import warm_up_ranks
 from nmoe.train.watch import StopSignal, Watch
 
 __all__ = ["Outcome", "Sample", "train"]
@@ -119,6 +120,8 @@ def train(config: Config, *, fresh: bool, bar: ProgressBar) -> Outcome:
 def _train(config: Config, ranks: Ranks, *, fresh: bool, bar: ProgressBar, stop: StopSignal) -> Outcome:
     ranks.beat("opening the data")
     sets, weights, val = _open_data(config, ranks)
+    ranks.beat("compiling kernels")
+    warm_up_ranks(config, ranks)
     opened: list[RunFolder] = []
 
     def open_here() -> RunFolder:

@@ -10,7 +10,6 @@ The machinery is quack's `jit_cache`, which its own kernels use too, so both lie
 
 import functools
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -25,16 +24,16 @@ import quack.gemm_runtime.host
 import quack.gemm_symmetric
 import torch
 
-from nmoe import arch
+from nmoe.ops._cute.folder import kernel_folder
 
 __all__ = [
     "DTYPES",
+    "ask",
     "compile_kernel",
     "compiled",
     "enter_context",
     "fake",
     "kernel_cache",
-    "kernel_folder",
     "sm_count",
 ]
 
@@ -50,15 +49,13 @@ DTYPES = {
 }
 """torch dtype -> CuTe element type."""
 
+ask: Callable[[Callable[..., Any], tuple[Any, ...]], Any] | None = None
+"""While kernels are listed (`listing`): takes a builder and its arguments, in place of compiling."""
+
 _BY_NAME = {str(t).removeprefix("torch."): c for t, c in DTYPES.items()}
-_OPS_FOLDER = Path(__file__).parent.parent
-
-
-def kernel_folder() -> Path:
-    """Where compiled kernels lie: by chip, since machines may share a home and a kernel's name does not tell chips apart."""
-    root = Path(os.environ.get("NMOE_CACHE") or Path.home() / ".cache" / "nmoe")
-    return root / "kernels" / (os.environ.get("CUTE_DSL_ARCH") or arch.current().target or "unknown")
-
+_PACKAGE = Path(__file__).parents[2]
+_SOURCES = ("ops", "comm")
+"""Folders whose sources can change a kernel: it takes constants and layouts from the second."""
 
 _seconds: list[float] = []
 
@@ -87,7 +84,7 @@ def _set_up() -> None:
     """Keep compiled kernels, quack's own too, in this project's folder, and time their compilation; once, on import."""
     if quack_cache.CACHE_DIR is None:
         quack_cache.CACHE_DIR = str(kernel_folder())
-    quack_cache.EXTRA_SOURCE_DIRS.append(_OPS_FOLDER)
+    quack_cache.EXTRA_SOURCE_DIRS.extend(_PACKAGE / name for name in _SOURCES)
     for module in (quack.gemm, quack.gemm_runtime.host, quack.gemm_symmetric):
         module.compile_gemm_kernel = _timed(module.compile_gemm_kernel)
 
@@ -104,6 +101,8 @@ def kernel_cache(build: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(build)
     def fetch(*key: Any) -> Any:
+        if ask is not None:
+            return ask(fetch, key)
         enter_context()
         return cached(*key)
 
@@ -149,4 +148,6 @@ def compile_kernel(entry: Any, *args: Any) -> Any:
 @functools.cache
 def sm_count(device_index: int | None) -> int:
     """Multiprocessors of a CUDA device."""
+    if ask is not None:
+        return 1  # nothing will be launched
     return torch.cuda.get_device_properties(device_index).multi_processor_count

@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nmoe.errors import EnvironmentFault
-from nmoe.ops._cute.build import enter_context, kernel_folder
+from nmoe.ops._cute.build import enter_context
+from nmoe.ops._cute.folder import attention_folder
 
 # Read when flash-attn-4 is imported: compiled kernels lie on disk beside this project's own.
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(kernel_folder() / "flash-attn-4"))
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(attention_folder()))
 
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 

@@ -45,8 +45,9 @@ def kernels() -> Kernels:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TD: Tensor, weight_VD: Tensor, target_T: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-        gradients = any(ctx.needs_input_grad[:2])
+    def forward(
+        ctx, x_TD: Tensor, weight_VD: Tensor, target_T: Tensor, z_loss: float, gradients: bool
+    ) -> tuple[Tensor, Tensor]:
         nll_sum, z_sum, dx_TD, dweight_VD = kernels().forward(
             x_TD, weight_VD, target_T, z_loss=z_loss, gradients=gradients
         )
@@ -55,13 +56,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return nll_sum, z_sum
 
     @staticmethod
-    def backward(ctx, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         if ctx.gradients is None:
             raise RuntimeError("linear_cross_entropy keeps no gradients after its backward: call it once")
         dx_TD, dweight_VD = ctx.gradients
         ctx.gradients = None  # they are scaled in place, and freed as early as can be
         dnll = grad_outputs[0]
-        return dx_TD.mul_(dnll), dweight_VD.mul_(dnll), None, None
+        return dx_TD.mul_(dnll), dweight_VD.mul_(dnll), None, None, None
 
 
 def linear_cross_entropy(
@@ -79,4 +80,6 @@ def linear_cross_entropy(
         nll_sum: scalar, nats summed over targets. Its *gradient* is that of nll_sum + z_sum.
         z_sum: scalar, the z-loss summed over targets, for the record; not differentiable.
     """
-    return cast(tuple[Tensor, Tensor], _LinearCrossEntropy.apply(x_TD, weight_VD, target_T, z_loss))
+    # Asked here: within the function gradients are always off, and what it is told of its inputs forgets `no_grad`.
+    gradients = torch.is_grad_enabled() and (x_TD.requires_grad or weight_VD.requires_grad)
+    return cast(tuple[Tensor, Tensor], _LinearCrossEntropy.apply(x_TD, weight_VD, target_T, z_loss, gradients))

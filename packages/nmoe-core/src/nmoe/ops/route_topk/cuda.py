@@ -90,12 +90,12 @@ def project(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 def project_backward(dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
     if x_TD.dtype != torch.bfloat16:
         return (dlogits_TE @ weight_ED.float()).to(x_TD.dtype), (dlogits_TE.t() @ x_TD.float()).to(weight_ED.dtype)
-    (tokens, experts), width = dlogits_TE.shape, x_TD.shape[1]
+    experts, width = weight_ED.shape
     if weight_ED.dtype == torch.bfloat16:  # both results are rounded to bf16: two pieces reach past its last bit
-        dlogits = _pieces(dlogits_TE, "01").view(tokens, -1)
+        dlogits = _pieces(dlogits_TE, "01").flatten(1)
         left, right, of_weight = dlogits, weight_ED.repeat(2, 1), dlogits
     else:  # dx = d0 w0 + d1 w0 + d0 w1, the product of both second pieces is below its last bit; dweight of d1, d0, d2
-        dlogits = _pieces(dlogits_TE, "0102").view(tokens, -1)
+        dlogits = _pieces(dlogits_TE, "0102").flatten(1)
         right = _pieces(weight_ED.view(1, -1), "001").view(3 * experts, width)
         left, of_weight = dlogits[:, : 3 * experts], dlogits[:, experts:]
     dweight = torch.mm(of_weight.t(), x_TD, out_dtype=torch.float32).view(-1, experts, width).sum(dim=0)

@@ -18,6 +18,7 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, const_
 from torch import Tensor
 
 from nmoe.comm.remote import Remote
+from nmoe.errors import EnvironmentFault
 from nmoe.ops._cute.build import compile_kernel, fake, kernel_cache
 from nmoe.ops._cute.remote import bulk_store, first_row
 from nmoe.ops.plan import Sends
@@ -26,8 +27,8 @@ from nmoe.ops.wire import WIRES, Wire
 __all__ = ["push_packed", "unpack"]
 
 _BLOCKS = 48  # multiprocessors that a push may take from what runs beside it
-_WARPS = 8
 _STAGES = 2  # packets in the ring of a warp
+_RING_BYTES = 192 << 10
 _WIDTH = 8  # values of a lane that lie side by side
 _THREADS = 256
 
@@ -148,6 +149,7 @@ def _push_kernel(
     ranks: cutlass.Constexpr[int],
     width: cutlass.Constexpr[int],
     wire: cutlass.Constexpr[Wire],
+    warps: cutlass.Constexpr[int],
 ):
     nbytes: cutlass.Constexpr[int] = wire.packet_bytes(width)
     payload: cutlass.Constexpr[int] = wire.payload_bytes(width)
@@ -159,7 +161,11 @@ def _push_kernel(
     bid, _, _ = cute.arch.block_idx()
     grid, _, _ = cute.arch.grid_dim()
     smem = cutlass.utils.SmemAllocator()
-    sRing = smem.allocate_tensor(Uint8, cute.make_layout(_WARPS * _STAGES * nbytes), byte_alignment=128)
+    sRing = smem.allocate_tensor(Uint8, cute.make_layout(warps * _STAGES * nbytes), byte_alignment=128)
+    used: cutlass.Constexpr[int] = payload + width // wire.block + 4 * wire.row_scale
+    if lane < nbytes - used:  # what fills a packet up is zeros, not whatever lay here
+        for s in cutlass.range_constexpr(_STAGES):
+            sRing[(warp * _STAGES + s) * nbytes + used + lane] = Uint8(0)
 
     # A lane serves the peers lane, lane + 32, ...
     per_lane: cutlass.Constexpr[int] = (ranks + 31) // 32
@@ -171,7 +177,7 @@ def _push_kernel(
             rTarget[i] = mAddress[peer] + Int64(first_row(mCount, rank, peer)) * nbytes
 
     stage = Int32(0)
-    for token in cutlass.range(bid * _WARPS + warp, mRow.shape[0], grid * _WARPS):
+    for token in cutlass.range(bid * warps + warp, mRow.shape[0], grid * warps):
         row = Float32(0.0)
         if const_expr(wire.row_scale):
             row_max = Int32(0)
@@ -223,15 +229,27 @@ def _push_entry(
     ranks: cutlass.Constexpr[int],
     width: cutlass.Constexpr[int],
     wire: cutlass.Constexpr[Wire],
+    warps: cutlass.Constexpr[int],
     stream: Any,
 ):
-    _push_kernel(mX, mRow, mCount, mAddress, rank, ranks, width, wire).launch(
-        grid=[blocks, 1, 1], block=[32 * _WARPS, 1, 1], stream=stream
+    _push_kernel(mX, mRow, mCount, mAddress, rank, ranks, width, wire, warps).launch(
+        grid=[blocks, 1, 1], block=[32 * warps, 1, 1], stream=stream
     )
+
+
+def _warps(wire: Wire, width: int) -> int:
+    """Warps of a block: as many as have room for their packets."""
+    if wire.row_scale and width % 64:
+        raise EnvironmentFault(f"{wire.name}: found rows of {width} values, expected a multiple of 64 on a GPU")
+    for warps in (8, 4, 2):
+        if warps * _STAGES * wire.packet_bytes(width) <= _RING_BYTES:
+            return warps
+    raise EnvironmentFault(f"{wire.name}: found rows of {width} values, whose packets do not fit into shared memory")
 
 
 @kernel_cache
 def push_packed_kernel(name: str, width: int, ranks: int) -> Any:
+    wire = WIRES[name]
     return compile_kernel(
         _push_entry,
         fake("bfloat16", None, width),
@@ -242,7 +260,8 @@ def push_packed_kernel(name: str, width: int, ranks: int) -> Any:
         Int32(0),
         ranks,
         width,
-        WIRES[name],
+        wire,
+        _warps(wire, width),
     )
 
 
