@@ -144,7 +144,7 @@ def bad_day(corpus: Path, folder: Path, options: argparse.Namespace) -> tuple[di
     process = None
     for moment in [*moments, None]:
         process = subprocess.Popen(command(corpus, server.url, folder, "bad"), stderr=log, stdout=log)
-        stop_at = None if options.stop is None else kept(cache) + documents // 40
+        stop_at = kept(cache) + documents // 40 if options.stop else None
         while process.poll() is None and (moment is None or kept(cache) < moment):
             if outage_at is not None and kept(cache) >= outage_at:
                 server.call("/control", {"outage": options.outage})
@@ -192,7 +192,9 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=20_000)
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--outage", type=float, default=60.0)
-    parser.add_argument("--stop", type=float, help="also stop every run once, for so many seconds, by SIGSTOP")
+    parser.add_argument(
+        "--stop", type=float, default=0.0, help="also stop every run once, for so many seconds, by SIGSTOP"
+    )
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="judge-faults-"))
     corpus = folder / "corpus.jsonl"

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forty documents for the local judge: twenty that are worth reading, twenty that are not, half of each kind for choosing a prompt.
+"""Documents for the local judge, in two halves of 64 that share no text: one to choose a prompt on, one to report.
 
-Good: the Python language reference, documentation of its standard library, and READMEs, as they are installed here, and some
-paragraphs written for this purpose. Junk: spam, advertising, menus and notices, keyword stuffing, log lines, and good texts with
-their words shuffled, which a count of words cannot tell from the originals.
+Good (32 a half): the Python language reference, documentation of its standard library and READMEs as they are installed here,
+and plain paragraphs written for this purpose. Junk (32 a half): spam, shops, menus, boilerplate in whole sentences, keyword
+stuffing, log lines, what a poor translation program makes, and good texts with their words shuffled, which a count of words
+cannot tell from the originals. The texts written for this purpose stand in judge_local_texts.toml.
 """
 
 import importlib
@@ -12,7 +13,9 @@ import inspect
 import pydoc_data.topics
 import random
 import re
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 
 __all__ = ["documents"]
 
@@ -20,120 +23,76 @@ LENGTH = 1200
 MODULES = (
     "heapq", "statistics", "fractions", "ipaddress", "asyncio.base_events", "decimal", "difflib", "copy", "selectors", "bisect",
     "tempfile", "shlex", "threading", "gettext", "random", "zipfile", "optparse", "pickle", "locale", "configparser", "string", "uuid",
+    "textwrap", "http.cookiejar", "mailbox", "csv", "struct", "urllib.request", "hashlib", "numbers", "cmd", "calendar", "doctest",
 )  # fmt: skip
 PACKAGES = (
-    "numpy",
-    "click",
-    "pydantic",
-    "openai",
-    "jinja2",
-    "anyio",
-    "h11",
-    "idna",
-    "typing-extensions",
-    "python-dateutil",
-)
-PROSE = (
-    "Bread rises because yeast feeds on the sugar in dough and gives off carbon dioxide. The gas is caught in a net of gluten, "
-    "the protein that forms when flour is wetted and kneaded. If the dough is left too long, the net tears and the loaf falls; "
-    "if it is baked too soon, the crumb is dense. A cool place slows the yeast, which gives bacteria time to make the acids "
-    "that we taste in sourdough.",
-    "A lighthouse lens is not one piece of glass but a stack of rings, each a slice of a much thicker lens. Augustin Fresnel "
-    "saw that only the slope of the surface bends the light, so the bulk behind it could be left out. His lens of 1823 threw "
-    "a beam over thirty kilometres with an oil lamp, and ships could tell one coast from another by the rhythm of the flashes.",
-    "When two players share a pie, let one cut and the other choose. The cutter then gains most by halving it as evenly as he "
-    "can, since the chooser will take the larger piece. For three players the problem is harder: a fair division exists in which "
-    "nobody envies another, but the number of cuts needed grows quickly with the number of people at the table.",
-    "Tides follow the moon, yet there are two of them a day and not one. The moon pulls the water on the near side more strongly "
-    "than the earth beneath it, and the earth more strongly than the water on the far side, so the sea bulges on both. The sun "
-    "does the same with less than half the force; when both stand in line, at new and full moon, the tides are highest.",
-    "Paper money began as a receipt. Merchants in Sichuan left heavy iron coins with a shop and carried its note instead; by the "
-    "eleventh century the state had taken the business over. It soon learned that notes can be printed faster than coins can be "
-    "struck, and that prices rise when they are. Later rulers banned paper money for centuries because of it.",
-    "A violin string that is touched lightly at its middle sounds an octave higher, because only those vibrations remain that are "
-    "still at that point. Touched at a third of its length it gives the fifth above the octave. Players call these tones "
-    "harmonics; they are faint, clear, and the reason why a bugle without valves can play a tune at all.",
-    "Antibiotics do nothing against a cold, which is caused by a virus. They attack what bacteria have and we do not, such as the "
-    "wall around each cell. Taken needlessly, they kill the harmless bacteria of the gut and leave those that happen to resist, "
-    "and these then have the room to themselves. That is why doctors ask for a full course and no more.",
-    "The Romans built their roads in layers: large stones at the bottom for drainage, then gravel, then slabs that sloped to both "
-    "sides so that rain ran off. A legion could march thirty kilometres a day on them. Many lie under modern highways, because "
-    "the surveyors had already found the easiest way across the hills.",
+    "numpy", "click", "pydantic", "openai", "jinja2", "anyio", "h11", "idna", "typing-extensions", "python-dateutil", "aiohttp",
+    "requests", "httpx", "fsspec", "multidict", "filelock", "plotly", "datasets", "attrs", "yarl", "frozenlist", "dill", "pandas",
+    "tqdm", "packaging", "charset-normalizer", "urllib3", "huggingface-hub", "zstandard", "multiprocess",
 )  # fmt: skip
-SPAM = (
-    "CONGRATULATIONS!!! You have been selected for a FREE gift card worth $1000. Click here NOW to claim your prize!!!",
-    "Make $$$ from home, no experience needed!!! I earned $9,437 last month and so can YOU. Hurry, only 5 places left!!!",
-    "Lose 20 pounds in 7 days with this one weird trick. Doctors HATE it! Order today and get a second bottle FREE.",
-    "Dear friend, I am the widow of a late general and need your help to transfer 14,500,000 dollars. Send your bank details.",
-    "HOT singles in your area are waiting to chat with you right now. Sign up free, no credit card!!!",
-    "URGENT: your account will be suspended in 24 hours. Verify your password at the link below immediately.",
-    "Buy followers, likes and views!!! 100% real, instant delivery, lowest price guaranteed. Best best best!!!",
-    "Win BIG tonight! 200 free spins, no deposit. Best casino bonus code: LUCKY777. Play now play now play now!",
-)
-SHOP = (
-    "Wireless Earbuds Pro Max - 70% OFF - Add to cart - Free shipping over $25 - 4.8 stars (12,394) - Only 3 left in stock -",
-    "Running shoes men sale - Size 7 8 9 10 11 12 - Black White Grey - $39.99 $89.99 - Quick view - Add to wishlist -",
-    "Sofa 3-seater fabric grey - Was 799.00 Now 499.00 - Buy now pay later - Compare - In stock - Customers also bought -",
-    "iPhone case shockproof clear - 2 for 1 - Ships today - Color: Red Blue Pink - Qty: 1 2 3 4 5 - Checkout -",
-    "LED strip lights 10m RGB remote - Deal of the day - Ends in 02:13:45 - Save 60% - Subscribe and save - Add to cart -",
-    "Vitamin C serum 30ml - Bestseller - Buy 3 get 1 free - Add to bag - Reviews (4,201) - Recommended for you -",
-)
-MENU = (
-    "Home | About us | Products | Services | Blog | Careers | Contact | Login | Register | Cart (0) | Search",
-    "We use cookies to improve your experience. Accept all. Reject all. Manage preferences. Privacy policy. Cookie policy.",
-    "Copyright 2019 All rights reserved. Terms of use. Privacy. Sitemap. Accessibility. Do not sell my information.",
-    "Share on Facebook. Share on Twitter. Share on Pinterest. Email this. Print. Previous post. Next post. Leave a reply.",
-    "Skip to main content. Toggle navigation. Menu. Close. English Deutsch Français Español. Sign in. Sign up.",
-    "Page 1 2 3 4 5 6 7 8 9 10 Next Last. Showing 1-20 of 4,312 results. Sort by: relevance, newest, price.",
-    "Categories: News (12) Sports (7) Travel (31) Tech (4). Archives: January February March April May June July.",
-    "Loading... Please enable JavaScript to view this page. Subscribe to our newsletter. Enter your email. Submit. Thank you!",
-)
-KEYWORDS = (
-    "cheap flights", "best insurance quotes", "online casino", "payday loans", "weight loss pills", "plumber near me", "used cars",
-    "mortgage rates", "buy essay online", "hotel deals", "free download full version", "seo services", "credit score", "crypto signals",
-)  # fmt: skip
+TEXTS = tomllib.loads(Path(__file__).with_name("judge_local_texts.toml").read_text(encoding="utf-8"))
 
 
 def _readme(package: str) -> str:
-    """The prose of a package's description: no badges, headings, tables or code."""
-    text = importlib.metadata.metadata(package).json["description"]
-    text = re.sub(r"```.*?```|<!--.*?-->", "", str(text), flags=re.DOTALL)
-    kept = [line for line in text.splitlines() if re.match(r"\s*(?:[A-Z*-]|$)", line) and "](http" not in line]
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(kept)).strip()
+    """The prose of a package's description: whole paragraphs, without badges, headings, tables, links or code."""
+    try:
+        text = str(importlib.metadata.metadata(package).json.get("description", ""))
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    text = re.sub(r"```.*?```|<!--.*?-->", "", text, flags=re.DOTALL)
+    paragraphs = [paragraph.strip() for paragraph in re.split(r"\n\s*\n", text)]
+    prose = [
+        one for one in paragraphs if re.match(r"[A-Z][^\n]{50}", one) and not re.search(r"http|[<>|]|::|`_|^\W", one)
+    ]
+    return "\n\n".join(prose)
 
 
 def _good(half: int) -> Iterator[tuple[str, str]]:
     topics = sorted(name for name, text in pydoc_data.topics.topics.items() if len(text) > LENGTH)
-    for name in random.Random(7).sample(topics, 16)[half::2][:8]:
+    for name in random.Random(7).sample(topics, 16)[half::2]:
         yield f"topic-{name}", pydoc_data.topics.topics[name]
     described = [(name, inspect.getdoc(importlib.import_module(name)) or "") for name in MODULES]
-    described = [(name, text) for name, text in described if len(text) > 500]
-    for name, text in described[half::2][:4]:
+    described = [(name, text) for name, text in described if len(text) > 400]
+    for name, text in described[half::2][:7]:
         yield f"module-{name}", text
     described = [(name, _readme(name)) for name in PACKAGES]
-    described = [(name, text) for name, text in described if len(text) > 400]
-    for name, text in described[half::2][:4]:
+    described = [(name, text) for name, text in described if len(text) > 350]
+    for name, text in described[half::2][:5]:
         yield f"readme-{name}", text
-    for number, text in enumerate(PROSE[half::2]):
-        yield f"prose-{2 * number + half}", text
+    for number, text in enumerate(TEXTS["prose"][half::2]):
+        yield f"prose-{number}", text
+
+
+def _log(kind: int, rng: random.Random) -> str:
+    """One line of a log, in one of six forms."""
+    hour, minute, second, size = rng.randrange(24), rng.randrange(60), rng.randrange(60), rng.randrange(99999)
+    return (
+        f"2024-03-0{rng.randrange(1, 9)} {rng.getrandbits(64):016x} WARN retry={rng.randrange(9)}",
+        f'10.0.{rng.randrange(256)}.{rng.randrange(256)} - - "GET /img/{size}.png HTTP/1.1" {rng.choice((200, 304, 404))} {size}',
+        f"Mar {rng.randrange(1, 29)} {hour:02}:{minute:02}:{second:02} host kernel: [{size}.{second}] eth{rng.randrange(4)}: link up",
+        f"E/AndroidRuntime({rng.randrange(9999)}): at com.app.a.b.c{rng.randrange(99)}(SourceFile:{size})",
+        f"[{hour:02}:{minute:02}:{second:02}] DEBUG worker-{rng.randrange(32)} heartbeat ok latency={rng.random() * 90:.2f}ms",
+        f"0x{rng.getrandbits(48):012x} 0x{rng.getrandbits(32):08x} {rng.randrange(256):02x} {rng.randrange(256):02x} {size}",
+    )[kind]
 
 
 def _junk(half: int, good: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     rng = random.Random(half)
+    spam, menu, shop = (TEXTS[kind][half::2] for kind in ("spam", "menu", "shop"))
+    for number in range(5):
+        yield f"spam-{number}", "\n".join(spam[2 * number : 2 * number + 2])
+    for number, text in enumerate(shop):
+        yield f"shop-{number}", "\n".join(re.sub(r"\d", lambda _: str(rng.randrange(10)), text) for _ in range(4))
     for number in range(4):
-        yield f"spam-{number}", "\n".join(rng.sample(SPAM[half::2], 3) * 2)
+        yield f"menu-{number}", "\n".join(menu[2 * number : 2 * number + 2])
+    for number, text in enumerate(TEXTS["boilerplate"][half::2]):
+        yield f"boilerplate-{number}", text
+    for number, words in enumerate(TEXTS["keywords"][half::2]):
+        yield f"keywords-{number}", " ".join(rng.choices(words.split(", "), k=60))
     for number in range(3):
-        yield f"shop-{number}", "\n".join(rng.choices(SHOP[half::2], k=6))
-    for number in range(4):
-        yield f"menu-{number}", "\n".join(rng.sample(MENU[half::2], 4) * 2)
-    for number in range(3):
-        yield f"keywords-{number}", " ".join(rng.choices(KEYWORDS[half::2], k=90))
-    for number in range(2):
-        lines = [
-            f"2024-03-0{rng.randrange(1, 9)} {rng.getrandbits(64):016x} WARN retry={rng.randrange(9)}"
-            for _ in range(25)
-        ]
-        yield f"log-{number}", "\n".join(lines)
+        yield f"log-{number}", "\n".join(_log(2 * number + half, rng) for _ in range(25))
+    for number, text in enumerate(TEXTS["translated"][half::2]):
+        yield f"translated-{number}", text
     for name, text in good[:: len(good) // 4][:4]:
         words = text[:LENGTH].split()
         rng.shuffle(words)
@@ -141,11 +100,12 @@ def _junk(half: int, good: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 
 
 def documents(half: int) -> list[tuple[str, str, bool]]:
-    """(id, text, whether it is worth reading) of twenty good documents and twenty of junk.
+    """(id, text, whether it is worth reading) of 32 good documents and 32 of junk.
 
     Args:
         half: 0 for the half on which the prompt was chosen, 1 for the half that is reported.
     """
     good = [(name, text[:LENGTH]) for name, text in _good(half)]
     junk = list(_junk(half, good))
+    assert len(good) == len(junk) == 32, "the environment lacks packages whose READMEs are judged"
     return [(name, text, True) for name, text in good] + [(name, text[:LENGTH], False) for name, text in junk]

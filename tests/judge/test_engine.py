@@ -186,11 +186,30 @@ def test_a_document_without_an_answer_fails_and_is_asked_again_by_the_next_run(s
     server = serve("--faults", "500=1")
     corpus(count=3)
     usual = ("corpus.jsonl", "--answer", "json_schema", "--deadline", "0.5")
-    score(server, *usual)
+    assert "no answer to any document" in score(server, *usual, expect=1).stderr
     assert [one["outcome"] for one in scored()] == ["failed"] * 3
     server.control(faults="")
     score(server, *usual)
     assert [one["score"] for one in scored()] == [0.0, 1.0, 2.0]
+
+
+def test_a_server_that_is_not_there_is_named_at_once(hydra, corpus):
+    corpus(count=20)
+    given = (
+        "--rubric",
+        "educational",
+        "--base-url",
+        "http://127.0.0.1:1/v1",
+        "--model",
+        "m",
+        "--answer",
+        "json_schema",
+    )
+    said = hydra("score", "corpus.jsonl", *given, "--output", "o", "--max-outage", "1", expect=1).stderr.splitlines()
+    assert "127.0.0.1:1" in said[0]
+    assert "tried again for --max-outage, 1 s" in said[0]
+    assert "no answer for 1 s" in said[-1]
+    assert len(said) == 2
 
 
 def test_a_server_that_stays_down_stops_the_run(serve, score, corpus):

@@ -55,12 +55,22 @@ def load_price(path: Path, *, model: str) -> Price:
     values = models[model]
     unknown = set(values) - {"prompt", "answer", "batch"}
     numbers = [value for value in values.values() if isinstance(value, int | float) and not isinstance(value, bool)]
-    if unknown or not {"prompt", "answer"} <= set(values) or len(numbers) < len(values) or min(numbers) < 0:
+    if (
+        unknown
+        or not {"prompt", "answer"} <= set(values)
+        or len(numbers) < len(values)
+        or not all(map(_sensible, numbers))
+    ):
         raise ConfigError(
             f'--prices {path}: [models."{model}"] holds {values}; expected prompt and answer (and perhaps batch), '
-            "numbers of 0 or more"
+            "finite numbers of 0 or more"
         )
     return Price(**{key: float(value) for key, value in values.items()})
+
+
+def _sensible(number: float) -> bool:
+    """Whether a bill can be made of it: TOML knows nan and inf, by which no limit is ever passed."""
+    return 0 <= number < float("inf")
 
 
 class Budget:

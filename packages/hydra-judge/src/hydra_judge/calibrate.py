@@ -24,8 +24,8 @@ from hydra_judge.agreement import (
     share_threshold,
     spearman,
 )
+from hydra_judge.output import open_run
 from nmoe.errors import DataError
-from nmoe.formats.documents import open_scored
 from nmoe.formats.files import write_json
 
 __all__ = ["Calibration", "Pairs", "Threshold", "calibrate", "read_pairs", "write_calibration"]
@@ -123,7 +123,9 @@ class Calibration:
 
 def _labels(path: Path) -> Iterator[tuple[str, float]]:
     try:
-        stream = path.open(encoding="utf-8")
+        stream = path.open(
+            encoding="utf-8-sig", errors="surrogateescape"
+        )  # what is no UTF-8 is found with its line below
     except OSError as error:
         raise DataError(f"{path}: cannot be opened ({error.strerror})") from None
     with stream:
@@ -135,8 +137,8 @@ def _labels(path: Path) -> Iterator[tuple[str, float]]:
                 label = record["score"]
                 if isinstance(label, bool) or not np.isfinite(float(label)):
                     raise ValueError("not finite")
-                yield str(record["id"]), float(label)
-            except (ValueError, LookupError, TypeError):
+                yield str(record["id"]).encode().decode(), float(label)
+            except (ValueError, LookupError, TypeError, RecursionError):
                 raise DataError(f'{path}:{number}: expected {{"id": ..., "score": number}}') from None
 
 
@@ -150,7 +152,7 @@ def read_pairs(scored: Path, labels: Path) -> Pairs:
     Raises:
         DataError: if a file cannot be read, a label is off the scale, or fewer than ten documents have both.
     """
-    opened = open_scored(scored)
+    opened = open_run(scored)
     low, high = int(opened.header["rubric"]["low"]), int(opened.header["rubric"]["high"])
     given: dict[str, list[float]] = {}
     for id, label in _labels(labels):

@@ -18,6 +18,7 @@ from hydra_judge.local import serve_local
 from hydra_judge.options import (
     FILE,
     FOLDER,
+    Number,
     judge_options,
     reading_options,
     request_options,
@@ -34,7 +35,7 @@ from hydra_judge.run import Job, run_score
 from hydra_judge.score import Reading
 from hydra_judge.session import StudentGate, default_judge, run_estimate
 from hydra_judge.student import fit
-from nmoe.errors import ConfigError, NmoeError
+from nmoe.errors import ConfigError, line_of
 from nmoe.formats.shards import open_shards, verify_shards
 
 __all__ = ["group", "main"]
@@ -66,14 +67,14 @@ def group() -> None:
 )
 @click.option(
     "--min-score",
-    type=float,
+    type=Number(),
     default=None,
     metavar="S",
     help="With --student: the score that decides between keep and drop.",
 )
 @click.option(
     "--confidence",
-    type=click.FloatRange(0.5, 1, min_open=True, max_open=True),
+    type=Number(0.5, 1, min_open=True, max_open=True),
     default=0.95,
     show_default=True,
     help="With --student: how sure it must be.",
@@ -91,7 +92,7 @@ def group() -> None:
 @click.option("--batch", is_flag=True, help="Use the Batch API: cheaper, answers within a day.")
 @click.option(
     "--batch-poll",
-    type=click.FloatRange(0.1),
+    type=Number(0.1),
     default=60.0,
     show_default=True,
     metavar="SECONDS",
@@ -173,7 +174,7 @@ def score(**options: Any) -> None:
 @click.argument("scored", type=FOLDER, metavar="DIR")
 @click.option("--tokenizer", required=True, metavar="T", help='"bytes", a tokenizer.json, or a folder that holds one.')
 @click.option(
-    "--min-score", type=float, required=True, metavar="S", help="Lowest score that is kept, on the rubric's scale."
+    "--min-score", type=Number(), required=True, metavar="S", help="Lowest score that is kept, on the rubric's scale."
 )
 @click.option("--output", required=True, type=FOLDER, metavar="SHARDS", help="Folder for the shards.")
 @click.option(
@@ -240,16 +241,16 @@ def fit_command(scored: Path, output: Path) -> None:
 @group.command("calibrate")
 @click.argument("scored", type=FOLDER, metavar="DIR")
 @click.option("--labels", type=FILE, required=True, help='People\'s grades: jsonl of {"id": ..., "score": number}.')
-@click.option("--good", type=float, default=3.0, show_default=True, help="Lowest label that counts as good.")
+@click.option("--good", type=Number(), default=3.0, show_default=True, help="Lowest label that counts as good.")
 @click.option(
     "--keep-share",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=Number(0, 1, min_open=True),
     multiple=True,
     help="Find the score that keeps this share; repeatable.",
 )
 @click.option(
     "--precision",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=Number(0, 1, min_open=True),
     multiple=True,
     help="Find the score from which on this share is good; repeatable.",
 )
@@ -337,8 +338,8 @@ def serve_local_command(gguf: Path | None, port: int, context: int, threads: int
 
     \b
     hydra-judge serve-local &
-    hydra-judge score corpus/ --rubric educational --base-url http://127.0.0.1:8000/v1 --model local \\
-        --answer p_yes --votes 2 --concurrency 1 --output scored
+    hydra-judge score corpus/ --rubric small --answer p_yes --base-url http://127.0.0.1:8000/v1 --model local \\
+        --concurrency 2 --output scored
     """
     serve_local(gguf, port=port, context=context, threads=threads)
 
@@ -349,14 +350,17 @@ def main() -> None:
         group.main(standalone_mode=False)
     except (StoppedError, BudgetError) as stopped:
         _fail(str(stopped), 1)
-    except NmoeError as error:
-        _fail(str(error), 2)
     except click.ClickException as error:
         _fail(error.format_message(), 2)
     except (click.Abort, KeyboardInterrupt, asyncio.CancelledError):
         _fail("interrupted; every answer is kept, the same command goes on from here", 1)
     except BrokenPipeError:
         sys.exit(1)
+    except Exception as error:
+        line = line_of(error)
+        if line is None:
+            raise
+        _fail(line, 2)
 
 
 def _fail(message: str, code: int) -> None:

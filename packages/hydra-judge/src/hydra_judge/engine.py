@@ -12,7 +12,7 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,7 @@ class Engine:
         timeout: seconds that one sending of a request takes at the most.
         deadline: seconds of trying for one request, after which its document fails.
         max_outage: seconds for which all servers may be down before the run stops.
+        say: told once of each server that cannot be reached from the start, since that may be a slip in its address.
     """
 
     def __init__(
@@ -79,10 +80,12 @@ class Engine:
         timeout: float = 120.0,
         deadline: float = 600.0,
         max_outage: float = 7200.0,
+        say: Callable[[str], None] = lambda _: None,
     ):
         self._servers = list(servers)
         self.cache, self.budget, self._model = cache, budget, model
         self._timeout, self._deadline, self._max_outage = timeout, deadline, max_outage
+        self._say, self._silent = say, set(range(len(self._servers)))
         self._queue: list[tuple[int, int, Request, asyncio.Future[int]]] = []
         self._ticket = itertools.count()
         self._flights: dict[bytes, asyncio.Task[Reply]] = {}
@@ -168,6 +171,9 @@ class Engine:
                 self.counts[fault.kind] += 1
                 asked, last = fault.retry_after, fault
                 faults += fault.kind == "status"
+                if number in self._silent and fault.kind in ("dropped", "timeout"):
+                    self._say(f"{fault}; tried again for --max-outage, {self._max_outage:g} s")
+                self._silent.discard(number)
                 if request.faults_allowed is not None and faults > request.faults_allowed:
                     raise
             finally:
@@ -211,6 +217,7 @@ class Engine:
             raise
         finally:
             self.budget.settle(reserved=reserved, cost=bill)
+        self._silent.discard(number)
         endpoint.succeeded(estimated=request.tokens, used=reply.prompt_tokens + reply.completion_tokens)
         self.counts.update(answers=1, prompt_tokens=reply.prompt_tokens, answer_tokens=reply.completion_tokens)
         try:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a token of a shard back to its document, and to what the judge thought of it."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from nmoe.errors import DataError, FormatError
+from nmoe.errors import DataError
 from nmoe.formats.documents import ScoredDocument
+from nmoe.formats.files import json_lines
 from nmoe.formats.shards import open_shards
 from nmoe.formats.tokenizers import load_tokenizer
 
@@ -33,15 +33,7 @@ def verdict(document: ScoredDocument) -> dict[str, Any]:
 
 
 def _verdicts(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        with path.open(encoding="utf-8") as stream:
-            for number, line in enumerate(stream, start=1):
-                try:
-                    yield dict(json.loads(line))
-                except (ValueError, TypeError):
-                    raise FormatError(f"{path}:{number}: not a verdict; pack the scores again") from None
-    except FileNotFoundError:
-        raise DataError(f"{path}: not found; these shards were not made by `hydra-judge pack`") from None
+    return json_lines(path, what="a verdict", advice="`hydra-judge pack` makes it, with the shards")
 
 
 def explain(shards: Path, *, offset: int, tokenizer: str | None) -> dict[str, Any]:
@@ -71,7 +63,7 @@ def explain(shards: Path, *, offset: int, tokenizer: str | None) -> dict[str, An
     shard = opened.shards[place.shard]
     before = sum(len(one.tokens) for one in opened.shards[: place.shard])
     key = (place.lineage["id"], place.lineage["source"])
-    told = next((one for one in _verdicts(shards / VERDICTS) if (one["id"], one["source"]) == key), None)
+    told = next((one for one in _verdicts(shards / VERDICTS) if (one.get("id"), one.get("source")) == key), None)
     if told is None:
         raise DataError(f"{shards / VERDICTS}: has no document {key[0]!r} of {key[1]}; pack the scores again")
     return {

@@ -22,7 +22,7 @@ from typing import Any
 from hydra_judge.judge import Ask, Judge
 from nmoe.errors import FormatError
 from nmoe.formats.documents import Document, ScoredDocument
-from nmoe.formats.files import replace_durably
+from nmoe.formats.files import json_lines, replace_durably
 
 __all__ = ["Attack", "attacks", "judge_canaries", "pick_canaries", "read_canaries"]
 
@@ -135,10 +135,8 @@ def read_canaries(output: Path) -> Iterator[dict[str, Any]]:
     path = output / CANARIES
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as stream:
-        for number, line in enumerate(stream, start=1):
-            try:
-                record = json.loads(line)
-                yield {key: record[key] for key in ("attack", "language", "document", "clean", "attacked", "outcome")}
-            except (ValueError, LookupError, TypeError):
-                raise FormatError(f"{path}:{number}: not a canary's record; score again with --canaries") from None
+    keys = ("attack", "language", "document", "clean", "attacked", "outcome")
+    for record in json_lines(path, what="a canary's record", advice="score again with --canaries"):
+        if not set(keys) <= set(record):
+            raise FormatError(f"{path}: a record lacks one of {', '.join(keys)}; score again with --canaries")
+        yield {key: record[key] for key in keys}

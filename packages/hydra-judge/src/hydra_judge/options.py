@@ -2,6 +2,7 @@
 """Command-line options that several verbs share."""
 
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from nmoe.formats.documents import MAX_DOCUMENT_BYTES
 __all__ = [
     "FILE",
     "FOLDER",
+    "Number",
     "judge_options",
     "reading_options",
     "request_options",
@@ -28,6 +30,19 @@ __all__ = [
     "take_servers",
     "take_sharing",
 ]
+
+
+class Number(click.FloatRange):
+    """A finite number in a range. Comparisons with nan are false, so a limit of nan would be none, and a bill without end."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
 
 FOLDER = click.Path(path_type=Path, file_okay=False)
 FILE = click.Path(path_type=Path, dir_okay=False)
@@ -76,7 +91,7 @@ def server_options() -> Decorator:
             ),
             option(
                 "--timeout",
-                type=click.FloatRange(0.1),
+                type=Number(0.1),
                 default=120.0,
                 show_default=True,
                 metavar="SECONDS",
@@ -84,7 +99,7 @@ def server_options() -> Decorator:
             ),
             option(
                 "--deadline",
-                type=click.FloatRange(0.1),
+                type=Number(0.1),
                 default=600.0,
                 show_default=True,
                 metavar="SECONDS",
@@ -92,24 +107,20 @@ def server_options() -> Decorator:
             ),
             option(
                 "--max-outage",
-                type=click.FloatRange(1),
+                type=Number(1),
                 default=7200.0,
                 show_default=True,
                 metavar="SECONDS",
                 help="Time without any server after which the run stops.",
             ),
-            option(
-                "--rpm", type=click.FloatRange(0), default=0.0, metavar="N", help="Requests per minute at each server."
-            ),
-            option(
-                "--tpm", type=click.FloatRange(0), default=0.0, metavar="N", help="Tokens per minute at each server."
-            ),
+            option("--rpm", type=Number(0), default=0.0, metavar="N", help="Requests per minute at each server."),
+            option("--tpm", type=Number(0), default=0.0, metavar="N", help="Tokens per minute at each server."),
             option(
                 "--prices",
                 type=FILE,
                 help='TOML with [models."NAME"] prompt and answer, in dollars per million tokens.',
             ),
-            option("--max-cost", type=click.FloatRange(0), metavar="DOLLARS", help="Stop before the bill passes this."),
+            option("--max-cost", type=Number(0), metavar="DOLLARS", help="Stop before the bill passes this."),
             option(
                 "--max-requests",
                 type=click.IntRange(0),
@@ -154,7 +165,7 @@ def judge_options() -> Decorator:
             ),
             option(
                 "--temperature",
-                type=click.FloatRange(0, 2),
+                type=Number(0, 2),
                 default=None,
                 help="Of sampling.  [default: 0, or 0.7 with several votes]",
             ),
@@ -227,6 +238,10 @@ def request_options(pairs: tuple[str, ...]) -> dict[str, Any]:
             values[key] = json.loads(value)
         except ValueError:
             values[key] = value
+        try:
+            json.dumps(values[key], allow_nan=False)
+        except ValueError:
+            raise ConfigError(f"--request-option {pair}: not a finite number, which JSON does not know") from None
     return values
 
 

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from hydra_judge.corpus import Block
-from nmoe.errors import DataError
-from nmoe.formats.documents import FORMAT, HEADER, VERSION, Reject, ScoredDocument, ScoredWriter, open_scored
-from nmoe.formats.files import replace_durably, write_json
+from nmoe.errors import DataError, FormatError
+from nmoe.formats.documents import FORMAT, HEADER, VERSION, Reject, ScoredDocument, ScoredSet, ScoredWriter, open_scored
+from nmoe.formats.files import json_lines, replace_durably, write_json
 
 __all__ = [
     "QUARANTINE",
@@ -33,6 +33,7 @@ __all__ = [
     "finished_blocks",
     "is_finished",
     "join_blocks",
+    "open_run",
     "prepare",
     "quarantined",
 ]
@@ -103,6 +104,8 @@ def is_finished(
     header = _block_header(output, number)
     if header is None or not block.stamp:
         return False
+    if not (block_folder(output, number) / QUARANTINE).is_file():
+        return False
     same = header["rubric"].get("block") == {**block.fingerprint(), **extra}
     return same and (with_failed or not header["outcomes"].get("failed"))
 
@@ -159,11 +162,33 @@ class BlockWriter:
         self._writer.__exit__(KeyboardInterrupt, None, None)
 
 
+def open_run(output: Path) -> ScoredSet:
+    """The scores of a complete run of `score`, whose header says by which rubric and on which scale.
+
+    Raises:
+        DataError: if the run is not complete.
+        FormatError: if the scores are not of this program.
+    """
+    opened = open_scored(output)
+    rubric = opened.header["rubric"]
+    for key, kind in {"name": str, "sha256": str, "low": int, "high": int}.items():
+        if not isinstance(rubric.get(key), kind):
+            raise FormatError(
+                f"{output / HEADER}: rubric.{key} is {rubric.get(key)!r}; expected scores of `hydra-judge score`"
+            )
+    if not isinstance(opened.header.setdefault("quarantined", {}), dict):
+        raise FormatError(f"{output / HEADER}: quarantined is no table; expected scores of `hydra-judge score`")
+    return opened
+
+
 def quarantined(folder: Path) -> Iterator[dict[str, Any]]:
     """Lines of a quarantine file."""
-    with (folder / QUARANTINE).open(encoding="utf-8") as stream:
-        for line in stream:
-            yield json.loads(line)
+    for record in json_lines(folder / QUARANTINE, what="a quarantined line", advice="score the corpus again"):
+        if not {"path", "line", "reason", "detail"} <= set(record):
+            raise FormatError(
+                f"{folder / QUARANTINE}: a line lacks path, line, reason or detail; score the corpus again"
+            )
+        yield record
 
 
 def join_blocks(output: Path, blocks: Sequence[Block], *, settings: Mapping[str, Any], model: str) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from typing import Any
 from hydra_judge.calibrate import CALIBRATION
 from hydra_judge.charts import bars, page
 from hydra_judge.injection import read_canaries
-from hydra_judge.output import QUARANTINE
-from nmoe.formats.documents import open_scored
+from hydra_judge.output import open_run, quarantined
+from nmoe.errors import FormatError
+from nmoe.formats.files import json_lines
 
 __all__ = ["Totals", "markdown", "read_totals", "write_report"]
 
@@ -54,11 +55,9 @@ class Totals:
         return range(self.header["rubric"]["low"] + 1, self.header["rubric"]["high"] + 1)
 
 
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+def _runs(path: Path) -> Iterator[dict[str, Any]]:
     if path.exists():
-        with path.open(encoding="utf-8") as stream:
-            for line in stream:
-                yield json.loads(line)
+        yield from json_lines(path, what="the account of a run", advice="delete the line, what it cost is not known")
 
 
 def read_totals(folder: Path) -> Totals:
@@ -67,7 +66,7 @@ def read_totals(folder: Path) -> Totals:
     Raises:
         DataError: if the run is not complete.
     """
-    opened = open_scored(folder)
+    opened = open_run(folder)
     totals = Totals(header=opened.header)
     spreads = [0.0, 0.0]
     low = opened.header["rubric"]["low"]
@@ -86,17 +85,28 @@ def read_totals(folder: Path) -> Totals:
                 (document.id, document.source, document.score, document.reason or document.text[:_SAMPLE_CHARS])
             )
     totals.spread = spreads[0] / spreads[1] if spreads[1] else None
-    for record in _json_lines(folder / QUARANTINE):
+    for record in quarantined(folder):
         if len(found := totals.rejects.setdefault(record["reason"], [])) < _SAMPLES:
             found.append(record)
-    for run in _json_lines(folder / "runs.jsonl"):
+    for run in _runs(folder / "runs.jsonl"):
         totals.runs.update(
             {key: value for key, value in run.items() if isinstance(value, int | float) and key != "started_at"}
         )
     totals.canaries = _canaries(folder)
-    if (folder / CALIBRATION).exists():
-        totals.calibration = json.loads((folder / CALIBRATION).read_text(encoding="utf-8"))
+    totals.calibration = _calibration(folder / CALIBRATION)
     return totals
+
+
+def _calibration(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {
+            name: [None if one is None else float(one) for one in found[name]] for name in ("spearman", "kappa", "mae")
+        }
+    except (ValueError, LookupError, TypeError):
+        raise FormatError(f"{path}: not what `hydra-judge calibrate` writes; give that command again") from None
 
 
 def _canaries(folder: Path) -> dict[str, tuple[str, int, int, float, float]]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from hydra_judge.cluster import Cluster, on_cluster
 from hydra_judge.corpus import Block
-from hydra_judge.engine import Engine
+from hydra_judge.engine import Engine, StoppedError
 from hydra_judge.injection import judge_canaries, pick_canaries
 from hydra_judge.judge import Judge
 from hydra_judge.output import QUARANTINE, finished_blocks, is_finished, join_blocks, prepare
@@ -105,7 +105,7 @@ async def _run_here(
     job: Job, *, form: str, quiet: bool, canaries: int, batch_poll_s: float | None, worker: tuple[int, int]
 ) -> str:
     began = time.time()
-    async with make_engine(job.servers) as engine:
+    async with make_engine(job.servers, quiet=quiet) as engine:
         job = replace(job, judge=await make_judge(engine, job.judge, form=form))
         prepare(job.output, settings=job.settings(), model=job.judge.model)
         done = job.finished()
@@ -166,7 +166,7 @@ async def _join(job: Job, engine: Engine, *, canaries: int) -> dict[str, Any]:
 
 async def _settle(job: Job, *, form: str) -> Job:
     """The job with its answer form, found once for all processes."""
-    async with make_engine(job.servers) as engine:
+    async with make_engine(job.servers, quiet=False) as engine:
         return replace(job, judge=await make_judge(engine, job.judge, form=form))
 
 
@@ -234,15 +234,23 @@ def _record(output: Path, engine: Engine, progress: Progress, began: float) -> N
         "outcomes": dict(progress.outcomes),
         **_spent(engine, progress),
     }
-    with (output / "runs.jsonl").open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(record) + "\n")
+    with (output / "runs.jsonl").open("ab") as stream:
+        stream.write(json.dumps(record).encode() + b"\n")
 
 
 def _summary(header: dict[str, Any], totals: Mapping[str, float]) -> str:
+    """What a run did, in a line.
+
+    Raises:
+        StoppedError: if every document failed, so that a script does not go on with nothing.
+    """
     outcomes = ", ".join(f"{count} {name}" for name, count in header["outcomes"].items() if count)
     rejects = ", ".join(f"{count} {name}" for name, count in header["quarantined"].items())
-    return (
+    told = (
         f"{header['documents']} documents: {outcomes or 'none'}; quarantined: {rejects or 'none'}; "
         f"{totals.get('requests', 0):.0f} requests, {totals.get('cached', 0):.0f} from the cache, "
         f"${totals.get('cost', 0):.4f}"
     )
+    if header["outcomes"]["failed"] == header["documents"]:
+        raise StoppedError(f"no answer to any document; the same command asks again. {told}")
+    return told

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import click
+
 from hydra_judge.backends import Backend
 from hydra_judge.budget import Budget, load_price
 from hydra_judge.cache import Cache, default_cache_path
@@ -118,7 +120,7 @@ def weighed(url: str) -> tuple[str, float]:
     except ValueError:
         weight = 0.0
     if key != "weight" or not 0 < weight < float("inf"):
-        raise ConfigError(f"--base-url {url}: expected #weight=W with W above 0 behind the address")
+        raise ConfigError(f"--base-url ...#{fragment}: expected #weight=W with W above 0 behind the address")
     return address, weight
 
 
@@ -149,12 +151,13 @@ def _connect(servers: Servers) -> list[tuple[Endpoint, Backend]]:
 
 
 @asynccontextmanager
-async def make_engine(servers: Servers, *, signals: bool = True) -> AsyncIterator[Engine]:
+async def make_engine(servers: Servers, *, signals: bool = True, quiet: bool = True) -> AsyncIterator[Engine]:
     """An engine that SIGINT and SIGTERM stop: what is in flight is waited for and kept, a second signal cuts it off.
 
     Args:
         servers: who is asked.
         signals: whether to listen to them; not inside a process that another program looks after.
+        quiet: do not tell on standard error of a server that cannot be reached.
     """
     price = load_price(servers.prices, model=servers.model) if servers.prices else None
     budget = Budget(price=price, max_requests=servers.max_requests, max_cost=servers.max_cost)
@@ -167,6 +170,7 @@ async def make_engine(servers: Servers, *, signals: bool = True) -> AsyncIterato
         timeout=servers.timeout,
         deadline=servers.deadline,
         max_outage=servers.max_outage,
+        say=(lambda _: None) if quiet else (lambda text: click.echo(text, err=True)),
     )
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
 
@@ -233,7 +237,7 @@ async def run_estimate(
         found = await survey(blocks, judge=judge, cache=cache, reading=reading, pilot=0)
         cache.close()
         return found.lines(price, batch=batch)
-    async with make_engine(servers) as engine:
+    async with make_engine(servers, quiet=False) as engine:
         judge = await make_judge(engine, judge, form=form)
         engine.counts.clear()
         found = await survey(blocks, judge=judge, cache=engine.cache, reading=reading, pilot=pilot)

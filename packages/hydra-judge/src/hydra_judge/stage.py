@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from nmoe.errors import DataError
-from nmoe.formats.files import replace_durably, write_json
+from nmoe.formats.files import json_lines, replace_durably, write_json
 
 __all__ = ["STAGE", "Packed", "only_one", "read_part", "remove_stage", "stage_part", "staged"]
 
@@ -94,9 +94,8 @@ def read_part(output: Path, number: int) -> Iterator[Packed]:
         DataError: if it is damaged.
     """
     folder = _folder(output, number)
-    with (folder / _TOKENS).open("rb") as tokens, (folder / _DOCUMENTS).open(encoding="utf-8") as lines:
-        for line in lines:
-            values = json.loads(line)
+    with (folder / _TOKENS).open("rb") as tokens:
+        for values in json_lines(folder / _DOCUMENTS, what="a document", advice=f"remove {folder} and pack again"):
             ids = np.fromfile(tokens, dtype="<u4", count=values["tokens"])
             if len(ids) != values["tokens"]:
                 raise DataError(f"{folder / _TOKENS}: breaks off; remove {folder} and pack again")

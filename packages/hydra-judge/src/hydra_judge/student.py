@@ -19,8 +19,9 @@ import numpy as np
 
 from hydra_judge.agreement import mean_absolute_error, spearman
 from hydra_judge.features import DENSE, FEATURE_BITS, Features, features
+from hydra_judge.output import open_run
 from nmoe.errors import DataError, FormatError
-from nmoe.formats.documents import Document, ScoredDocument, open_scored
+from nmoe.formats.documents import Document, ScoredDocument
 
 __all__ = ["KeepProbability", "Student", "fit", "judge_by_student", "load_student"]
 
@@ -204,7 +205,7 @@ def fit(scored: Path) -> Student:
     Raises:
         DataError: if there are too few scores, or all are the same.
     """
-    opened = open_scored(scored)
+    opened = open_run(scored)
     rubric = opened.header["rubric"]
     parts: list[list[tuple[Features, float]]] = [[] for _ in range(10)]
     for part, found, score in _teacher(opened):

@@ -5,6 +5,8 @@ A command line prints such an error as one line and exits with 2; everything els
 keeps its traceback. A message says where, what was found, what was expected and what to do.
 """
 
+import errno
+
 __all__ = [
     "CheckpointError",
     "ConfigError",
@@ -55,10 +57,15 @@ class PeerFault(NmoeError):
         self.heard = heard
 
 
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+
+
 def line_of(error: BaseException) -> str | None:
     """What to print of an error that the user can mend, in one line; None for a defect, which keeps its traceback."""
     if isinstance(error, NmoeError):
         return " ".join(str(error).splitlines())
     if isinstance(error, OSError) and error.filename is not None:  # about a file of the user's
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno in _OF_THE_DISK:  # a write knows no name
+        return f"cannot write: {error.strerror}; make room, and give the same command again"
     return None

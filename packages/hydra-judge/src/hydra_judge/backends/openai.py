@@ -45,13 +45,16 @@ def make_client(url: str, *, api_key: str | None, timeout: float | None, connect
         connections: the most connections at once.
 
     Raises:
-        ConfigError: if `url` is not an HTTP address.
+        ConfigError: if `url` is not an HTTP address, or the key cannot stand in a header.
     """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"--base-url {url}: not an address; expected http(s)://HOST[:PORT]/v1")
-    if parts.username or parts.password:
+    if "@" in url:
         raise ConfigError("--base-url: holds a user name or password; give the key by --api-key-env")
+    if _is_odd(url):
+        raise ConfigError(f"--base-url {url}: not an address; expected http(s)://HOST[:PORT]/v1")
+    if api_key and not all("!" <= letter <= "~" for letter in api_key):
+        raise ConfigError(
+            "the API key holds a blank, a line end or a letter outside ASCII; look at the variable that --api-key-env names"
+        )
     transport = openai.DefaultAioHttpClient(
         timeout=httpx2.Timeout(timeout, connect=10.0 if timeout is None else min(timeout, 10.0)),
         limits=httpx2.Limits(max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=60.0),
@@ -62,6 +65,17 @@ def make_client(url: str, *, api_key: str | None, timeout: float | None, connect
     # These come from the environment unasked, and belong to another host.
     client.organization = client.project = client.admin_api_key = client.webhook_secret = None
     return client
+
+
+def _is_odd(url: str) -> bool:
+    """Whether nothing can be sent there: no HTTP, no host, a port of letters, half an IPv6 address, a name that DNS cannot hold."""
+    try:
+        parts = urlsplit(url)
+        (parts.hostname or "").encode("idna")
+        usable = parts.scheme in ("http", "https") and parts.port != 0 and bool(httpx2.URL(url).host)
+    except (ValueError, httpx2.InvalidURL):
+        return True
+    return not usable or any(letter.isspace() for letter in url)
 
 
 class OpenAIBackend:

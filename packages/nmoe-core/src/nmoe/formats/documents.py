@@ -11,6 +11,7 @@ half a JSON line, a 200 MB line, a truncated .gz) it yields a `Reject` with a re
 import gzip
 import hashlib
 import json
+import math
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -351,16 +352,30 @@ class ScoredSet:
         """Documents of one of the files that the header names, by its number."""
         path = inside(self.directory, str(self.header["parts"][number]["path"]))
         try:
-            with path.open(encoding="utf-8") as stream:
+            with path.open("rb") as stream:
                 for line_number, line in enumerate(stream, start=1):
                     yield _parse_scored(line, path, line_number)
         except FileNotFoundError:
             raise DataError(f"{path}: not found; {HEADER} names it. Score the corpus again") from None
 
 
-def _parse_scored(line: str, path: Path, number: int) -> ScoredDocument:
+_KINDS = dict.fromkeys(("id", "text", "source", "reason"), str) | {
+    "line": int,
+    "axes": dict,
+    "windows": list,
+    "votes": list,
+}
+
+
+def _parse_scored(line: bytes, path: Path, number: int) -> ScoredDocument:
     try:
-        return ScoredDocument(**json.loads(line))
+        found = ScoredDocument(**json.loads(line.decode("utf-8")))
+        for key, kind in _KINDS.items():
+            if not isinstance(getattr(found, key), kind):
+                raise TypeError(f"{key} is {getattr(found, key)!r}, expected {kind.__name__}")
+        if found.score is not None and not math.isfinite(found.score):
+            raise ValueError(f"score is {found.score}")
+        return found
     except (ValueError, TypeError) as error:
         raise FormatError(f"{path}:{number}: not a scored document ({error})") from None
 
@@ -374,6 +389,9 @@ def open_scored(directory: str | Path) -> ScoredSet:
     """
     root = Path(directory)
     header = read_header(root / HEADER, format_name=FORMAT, version=VERSION, what="scored documents")
-    if not isinstance(header.get("documents"), int) or not isinstance(header.get("parts"), list):
-        raise FormatError(f"{root / HEADER}: incomplete; expected 'documents' and 'parts'")
+    for key, kind in {"documents": int, "rubric": dict, "model": str, "outcomes": dict, "parts": list}.items():
+        if not isinstance(header.get(key), kind):
+            raise FormatError(f"{root / HEADER}: {key} is {header.get(key)!r}, expected {kind.__name__}")
+    if not all(isinstance(part, dict) and {"path", "documents", "sha256"} <= set(part) for part in header["parts"]):
+        raise FormatError(f"{root / HEADER}: a part lacks path, documents or sha256")
     return ScoredSet(root, header)

@@ -4,13 +4,22 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from nmoe.errors import DataError, FormatError
 
-__all__ = ["inside", "json_text", "read_header", "replace_durably", "sha256_file", "sync_directory", "write_json"]
+__all__ = [
+    "inside",
+    "json_lines",
+    "json_text",
+    "read_header",
+    "replace_durably",
+    "sha256_file",
+    "sync_directory",
+    "write_json",
+]
 
 
 def sync_directory(path: Path) -> None:
@@ -43,6 +52,30 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text(json_text(value), encoding="utf-8")
     replace_durably(temporary, path)
+
+
+def json_lines(path: Path, *, what: str, advice: str) -> Iterator[dict[str, Any]]:
+    """Objects of a file with one JSON object a line.
+
+    Args:
+        path: the file.
+        what: what a line describes, for the messages ("a verdict").
+        advice: what to do about a line that is none.
+
+    Raises:
+        DataError: if the file does not exist.
+        FormatError: at a line that is no object, or not UTF-8: half a line is what a full disk leaves.
+    """
+    try:
+        stream = path.open("rb")
+    except FileNotFoundError:
+        raise DataError(f"{path}: not found; {advice}") from None
+    with stream:
+        for number, line in enumerate(stream, start=1):
+            try:
+                yield dict(json.loads(line.decode("utf-8")))
+            except (ValueError, TypeError, RecursionError):
+                raise FormatError(f"{path}:{number}: not {what}; {advice}") from None
 
 
 def sha256_file(path: Path) -> str:
