@@ -197,13 +197,13 @@ def test_train_says_what_a_changed_config_changed(place, in_process, capsys):
     assert "--fresh" in lines[0]
 
 
-# Parameters, active ones, GPUs of 180 GB, tokens a step, steps; the first three are what the models are known for.
+# Parameters, active ones, GPUs of 180 GB (5 % kept free), tokens a step, steps; the first three are what the models are known for.
 PLANS = {
     "quickstart": (1.083e6, 640.3e3, 1, 8 * 256, 400),
     "moonlet": (7.34e9, 1.82e9, 1, 256 * 4096, 35_000),
     "moonlight": (15.96e9, 2.92e9, 8, 4096 * 8192, 154_973),
     "dsv2": (235.7e9, 21.4e9, 48, 9216 * 4096, 214_576),
-    "dsv3": (671.0e9, 37.55e9, 176, 15360 * 4096, 235_240),
+    "dsv3": (671.0e9, 37.55e9, 208, 15360 * 4096, 235_240),
 }
 UNITS = {"kB": 1e3, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 

@@ -24,7 +24,10 @@ def test_doctor_on_a_machine_without_a_gpu(capsys):
     assert all(line[:4] in ("ok  ", "--  ") for line in lines)
     assert any(line.startswith("ok  torch") for line in lines)
     assert any(line.startswith("ok  shared memory") and "available" in line for line in lines)
-    assert lines[-1].startswith("--  GPUs")
+    assert lines[-2].startswith("--  GPUs")
+    assert lines[-1].startswith("ok  memory")
+    assert main([str(QUICKSTART.with_name("dsv3.toml"))]) == 2
+    assert capsys.readouterr().out.splitlines()[-1].startswith("no  memory              10122.1 GiB at")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without a GPU")

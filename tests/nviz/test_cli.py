@@ -61,7 +61,13 @@ def test_command_serves_the_same_as_streamlit_run(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["--runs", "pyproject.toml"], "expected a folder"), (["--alerts", "no.toml"], "not found")],
+    [
+        (["--runs", "pyproject.toml"], "expected a folder"),
+        (["--alerts", "no.toml"], "not found"),
+        (["--alerts", "pyproject.toml"], "expected [[rule]] tables"),
+        (["--port", "99999"], "--port 99999: expected 1 to 65535"),
+        (["--port", "0"], "--port 0: expected 1 to 65535"),
+    ],
 )
 def test_command_refuses_bad_paths_in_one_line(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

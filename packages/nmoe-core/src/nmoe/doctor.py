@@ -104,6 +104,8 @@ def examine(demand: Demand) -> Iterator[Finding]:
     gpus = _gpus()
     if not gpus:
         yield _no_gpu(demand)
+        if demand.peak_bytes:
+            yield _host_memory(demand)
         return
     yield from _driver()
     yield from _describe(gpus)
@@ -153,6 +155,17 @@ def _no_gpu(demand: Demand) -> Finding:
         return Finding(mark="no", subject="GPUs", text=text)
     text = 'none: plain torch on the CPU, between ranks "shm"; kernels, "ipc" and "nvshmem" need H100, H200 or B200'
     return Finding(mark="--", subject="GPUs", text=text)
+
+
+def _host_memory(demand: Demand) -> Finding:
+    """Without a GPU the run lies in the memory of the machine."""
+    free = probe.available_memory()
+    text = f"{_size(demand.peak_bytes)} at the moment of most, {_size(free)} available without a GPU"
+    if demand.peak_bytes <= free:
+        return Finding(mark="ok", subject="memory", text=text)
+    return Finding(
+        mark="no", subject="memory", text=f"{text}; nmoe-train --dry-run says how many GPUs the config needs"
+    )
 
 
 def _count_gpus() -> int:

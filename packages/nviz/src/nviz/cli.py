@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from nmoe.formats import DataError, NmoeError
+from nviz.alerts import load_rules
 from nviz.catalog import list_entries
 from nviz.settings import Settings, SettingsError, add_arguments, from_arguments
 
@@ -43,6 +44,12 @@ def _serve(words: list[str]) -> NoReturn:
     parser.add_argument("--port", type=int, default=8501, help="port on 127.0.0.1 (default: %(default)s)")
     parsed = parser.parse_args(words)
     chosen = from_arguments(parsed)
+    if not 1 <= parsed.port <= 65535:
+        raise SettingsError(f"--port {parsed.port}: expected 1 to 65535")
+    load_rules(chosen.alerts)  # refused here, not first on a page
+    for root in parsed.runs or []:
+        if not root.exists():
+            print(f"{root}: does not exist yet; its runs are shown once it does", file=sys.stderr)
     flags = [word for root in chosen.runs for word in ("--runs", str(root))]
     flags += [word for root in chosen.data for word in ("--data", str(root))]
     flags += ["--alerts", str(chosen.alerts)] if chosen.alerts else []

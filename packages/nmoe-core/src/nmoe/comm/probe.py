@@ -15,7 +15,7 @@ from typing import Any
 
 from nmoe.errors import EnvironmentFault
 
-__all__ = ["copy_bandwidth", "map_shared_memory", "open_in_child", "start_nvshmem_in_child"]
+__all__ = ["available_memory", "copy_bandwidth", "map_shared_memory", "open_in_child", "start_nvshmem_in_child"]
 
 _BYTES = 1 << 20
 _OURS, _THEIRS = 0x5A, 0xA5
@@ -139,10 +139,10 @@ def map_shared_memory() -> int:
             memory[0] = _OURS
     finally:
         os.close(descriptor)
-    return _available_memory()
+    return available_memory()
 
 
-def _available_memory() -> int:
+def available_memory() -> int:
     """Of the machine, or what its control group leaves, whichever is less."""
     facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(facts["MemAvailable"].split()[0]) * 1024

@@ -12,6 +12,9 @@ __all__ = ["Plan", "format_plan", "make_plan"]
 
 GPU_BYTES = 180e9
 """Memory of a B200, in bytes."""
+_KEPT_FREE = 0.05
+"""Share of it that is not planned: the driver's contexts, NCCL's buffers, and fragments between allocations."""
+_ROOM = GPU_BYTES * (1 - _KEPT_FREE)
 _GPUS_A_NODE, _MOST_GPUS = 8, 1 << 16
 
 
@@ -23,7 +26,7 @@ class Plan:
         parameters: all of them.
         active_parameters: those that take part in one token.
         bytes_per_parameter: of master values, gradients and moments, by name; a mean where parameters differ.
-        gpus: fewest GPUs of `GPU_BYTES` that hold the run: one, or whole nodes of eight; 0: no number does, because what
+        gpus: fewest GPUs of `GPU_BYTES`, 5 % of each kept free, that hold the run: one, or whole nodes of eight; 0: no number does, because what
             one micro batch needs is too large.
         memory: of one of these GPUs at the moment of most.
         alternative: least `train.recompute` that needs the fewest GPUs, and these, where they are fewer; else None.
@@ -69,12 +72,12 @@ def make_plan(config: Config) -> Plan:
 
 def _fewest(config: Config, *, kernels: bool) -> int:
     """GPUs that hold the run; 0 where none do."""
-    if plan_memory(config, kernels=kernels).peak <= GPU_BYTES:
+    if plan_memory(config, kernels=kernels).peak <= _ROOM:
         return 1
     nodes = range(1, _MOST_GPUS // _GPUS_A_NODE + 1)
     # A peak falls with the number of ranks, so the fewest nodes are found by halving.
     index = bisect_left(
-        nodes, True, key=lambda n: plan_memory(config, kernels=kernels, ranks=n * _GPUS_A_NODE).peak <= GPU_BYTES
+        nodes, True, key=lambda n: plan_memory(config, kernels=kernels, ranks=n * _GPUS_A_NODE).peak <= _ROOM
     )
     return nodes[index] * _GPUS_A_NODE if index < len(nodes) else 0
 
@@ -99,7 +102,7 @@ def format_plan(plan: Plan, *, config: Config) -> str:
         ("parameters", f"{_count(plan.parameters)} total, {_count(plan.active_parameters)} active"),
         ("layers", f"{config.model.num_layers}, {config.num_moe_layers} of them MoE"),
         ("memory", f"{_size(plan.state_bytes)} for state: {total:.3g} bytes a parameter ({each})"),
-        ("GPUs", f"{plan.gpus} of {_size(GPU_BYTES)}: {share}" if plan.gpus else _too_large(config)),
+        ("GPUs", f"{plan.gpus} of {_size(GPU_BYTES)}, 5 % kept free: {share}" if plan.gpus else _too_large(config)),
         (
             "peak",
             f"{_size(memory.peak)} on each, in the {memory.moment}: master values {_size(memory.masters)}, gradients "
