@@ -2,10 +2,12 @@
 """Kills a run at random moments, again and again, and compares what it computed with a run that nobody disturbed.
 
     uv run python benchmarks/kills.py --kills 20 --ranks 2
+    uv run python benchmarks/kills.py --kills 5 --victim "stopped rank"
 
-Three runs on the CPU: in one a rank is killed (SIGKILL), in one all ranks, in one the launcher, after which the same
-command is given again. A checkpoint is written every other step, so many kills fall into a write. Every figure that the
-arithmetic decides must be that of the undisturbed run, bit for bit. Prints a line for each run; exit status 1 if one differs.
+Four runs on the CPU: in one a rank is killed (SIGKILL), in one all ranks, in one a rank is stopped (SIGSTOP), so that the
+others have to find out, in one the launcher is killed, after which the same command is given again. A checkpoint is written every other step, so many kills fall into a write. Every figure that the
+arithmetic decides must be that of the undisturbed run, bit for bit. Prints a line for each run, with the longest time that the ranks lived on; exit
+status 1 if one differs.
 """
 
 import argparse
@@ -23,42 +25,46 @@ from commands import CONFIG, Command, alive, figures
 
 from nmoe.data.builtin import make_python_docs
 
-STEPS = 80
+STEPS, TIMEOUT_S = 80, 3.0
+VICTIMS = ("one rank", "all ranks", "stopped rank", "the launcher")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--victim", choices=VICTIMS, help="default: each in turn")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     options = parser.parse_args()
     random.seed(options.seed)
     print(f"seed {options.seed}, {options.ranks} ranks, {STEPS} steps, {options.kills} kills a run", flush=True)
     with tempfile.TemporaryDirectory() as place:
         data = make_python_docs(Path(place) / "data")
-        whole = run(Path(place) / "whole", data, "nobody", options, kills=0)
+        whole, _ = run(Path(place) / "whole", data, "nobody", options, kills=0)
         expected, differ = figures(whole), 0
-        for victim in ("one rank", "all ranks", "the launcher"):
+        for victim in [options.victim] if options.victim else VICTIMS:
             began = time.monotonic()
-            found = run(Path(place) / victim.replace(" ", "-"), data, victim, options, kills=options.kills)
+            found, longest = run(Path(place) / victim.replace(" ", "-"), data, victim, options, kills=options.kills)
             equal = figures(found) == expected
             differ += not equal
             seconds = time.monotonic() - began
             print(
-                f"killed {victim}: {options.kills} times, {seconds:.0f} s, bits {'equal' if equal else 'DIFFER'}",
+                f"{victim}: {options.kills} times, {seconds:.0f} s, bits {'equal' if equal else 'DIFFER'}, "
+                f"all ranks gone after {longest:.1f} s at most",
                 flush=True,
             )
     return 1 if differ else 0
 
 
-def run(folder: Path, data: Path, victim: str, options: argparse.Namespace, *, kills: int) -> Path:
-    """Trains to the end however often it is killed; the run's folder."""
+def run(folder: Path, data: Path, victim: str, options: argparse.Namespace, *, kills: int) -> tuple[Path, float]:
+    """Trains to the end however often it is killed; the run's folder, and the longest that ranks lived on, in seconds."""
     folder.mkdir()
     text = (
         CONFIG.replace("DATA", str(data)).replace("steps = 40", f"steps = {STEPS}").replace("every = 4}", "every = 2}")
     )
     (folder / "tiny.toml").write_text(text)
-    arguments = ("--nproc", str(options.ranks), "--restarts", "5")
+    arguments = ("--nproc", str(options.ranks), "--restarts", "5", f"rdep.timeout_s={TIMEOUT_S}")
+    longest = 0.0
     done, command = 0, Command(folder, *arguments)
     while done < kills:
         command.wait_for_step(min(STEPS - 10, STEPS * done // kills + 1))
@@ -66,23 +72,25 @@ def run(folder: Path, data: Path, victim: str, options: argparse.Namespace, *, k
         ranks = command.ranks()
         if len(ranks) < options.ranks:
             continue  # between two starts
-        victims = {"one rank": [random.choice(ranks)], "all ranks": ranks, "the launcher": [command.pid]}[victim]
+        one = [random.choice(ranks)]
+        victims = {"one rank": one, "stopped rank": one, "all ranks": ranks, "the launcher": [command.pid]}[victim]
         for pid in victims:
-            os.kill(pid, signal.SIGKILL)
-        done += 1
+            os.kill(pid, signal.SIGSTOP if victim == "stopped rank" else signal.SIGKILL)
+        done, began = done + 1, time.monotonic()
         if victim == "the launcher":
             command.wait()
-            until = time.monotonic() + 20
-            while any(alive(pid) for pid in ranks):
-                assert time.monotonic() < until, "ranks outlive their launcher"
-                time.sleep(0.01)
+        while any(alive(pid) for pid in ranks):
+            assert time.monotonic() - began < 60, f"ranks live on: {command.errors}"
+            time.sleep(0.01)
+        longest = max(longest, time.monotonic() - began)
+        if victim == "the launcher":
             command = Command(folder, *arguments)
         else:
             while set(command.ranks()) & set(ranks):
                 time.sleep(0.01)
     with command:
         assert command.wait(1200) == 0, command.errors
-    return command.run
+    return command.run, longest
 
 
 if __name__ == "__main__":

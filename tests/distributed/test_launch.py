@@ -3,6 +3,7 @@
 
 import os
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -13,10 +14,12 @@ from commands import CONFIG, Command, alive, figures, losses
 from ranks import run_ranks
 
 from nmoe import cli
+from nmoe.checkpoint import save
 from nmoe.checkpoint.store import list_checkpoints
 from nmoe.data.builtin import make_python_docs
 from nmoe.formats.metrics import open_store
 from nmoe.formats.runs import read_run
+from nmoe.train import evaluate
 from nmoe.train.slurm import first_host, slurm_environment
 
 
@@ -87,6 +90,48 @@ def test_whoever_is_killed_the_run_goes_on_to_the_same_bits(undisturbed, folder)
         assert command.wait() == 0, command.errors
     assert figures(command.run) == figures(undisturbed), moments
     assert read_run(command.run).status == "finished"
+
+
+def test_stopped_rank_is_named_and_all_start_again(folder):
+    """Dense gradients alone: no rank waits for rows of another, all stand in collectives."""
+    with Command(folder, "--nproc", "2", "parallel.ep=1", "rdep.timeout_s=1.5") as command:
+        command.wait_for_step(6)
+        ranks = command.ranks()
+        os.kill(ranks[1], signal.SIGSTOP)
+        began = time.monotonic()
+        while any(alive(pid) for pid in ranks):
+            assert time.monotonic() - began < 1.5 + 5.0
+            time.sleep(0.01)
+        assert command.wait() == 0, command.errors
+    lines = [line for line in command.errors.splitlines() if "starting again with 2 ranks" in line]
+    assert len(lines) == 1, command.errors
+    place = r"step \d+, (waiting for data|micro batch \d|the sums over ranks|the update|a checkpoint)"
+    line = rf"lost rank 1: no progress for [234] s in {place}; its process does not run \(rank 1 was ended by SIGKILL\): .*"
+    assert re.fullmatch(line, lines[0]), lines[0]
+    assert "going on with runs/tiny at step" in command.errors
+    assert read_run(command.run).status == "finished"
+
+
+def test_slow_rank_is_waited_for(folder, monkeypatch):
+    """A disk that is slow for one checkpoint, and an evaluation in which one rank falls far behind."""
+    commit, read = save.commit, evaluate.held_out_batches
+
+    def slow_commit(*arguments, **options):
+        time.sleep(3.0)
+        commit(*arguments, **options)
+
+    def slow_read(*arguments, rank, **options):
+        for batch in read(*arguments, rank=rank, **options):
+            time.sleep(0.5 * rank)
+            yield batch
+
+    monkeypatch.setattr(save, "commit", slow_commit)
+    monkeypatch.setattr(evaluate, "held_out_batches", slow_read)
+    slow = ("train.steps=3", "train.eval_every=1", "train.eval_batches=12", "checkpoint.every=2", "rdep.timeout_s=0.5")
+    with Command(
+        folder, "--nproc", "2", "--restarts", "0", "parallel.ep=1", "schedule.decay_steps=0", *slow
+    ) as command:
+        assert command.wait() == 0, command.errors
 
 
 def test_run_goes_on_with_another_number_of_ranks(undisturbed, folder):

@@ -14,6 +14,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -108,12 +110,12 @@ def _launch_here(config: Config, size: int, *, nproc: int | None, restarts: int,
     set_up_logging()
     left, before = restarts, _newest(config)
     while True:
-        with _pass_on_signals() as taken:
+        with _pass_on_signals() as taken, tempfile.TemporaryDirectory(prefix="nmoe-") as words:
             try:
-                ends = elastic_launch(_launch_config(size), _rank)(config, fresh)
+                ends = elastic_launch(_launch_config(size, words), _rank)(config, fresh)
                 return ends[0]
             except ChildFailedError as failed:
-                end, lost = _why(failed)
+                end, lost = _why(failed, Path(words))
         newest = _newest(config)
         left, before = (restarts if newest != before else left), newest
         if taken or not lost or left == 0:
@@ -125,8 +127,9 @@ def _launch_here(config: Config, size: int, *, nproc: int | None, restarts: int,
         _log.warning("%s: starting again with %d ranks (%d more times without a new checkpoint)", end.error, size, left)
 
 
-def _launch_config(size: int) -> LaunchConfig:
+def _launch_config(size: int, words: str) -> LaunchConfig:
     return LaunchConfig(
+        logs_specs=DefaultLogsSpecs(log_dir=words),
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=size,
@@ -168,27 +171,20 @@ def _pass_on_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _why(failed: ChildFailedError) -> tuple[End, bool]:
+def _why(failed: ChildFailedError, words: Path) -> tuple[End, bool]:
     """What to say about a start that failed, and whether a rank was lost through no fault of the program."""
     rank, first = failed.get_first_failure()
     signalled = first.exitcode < 0
     how = f"rank {rank} was ended by {signal.Signals(-first.exitcode).name}" if signalled else f"rank {rank} was lost"
-    if word := _last_word(Path(first.error_file)):
-        status, text = word
-        lost = status == LOST
-        return End(status=1 if lost else status, error=f"{text} ({how})" if signalled else text), lost
+    for place in words.rglob("error.json"):  # of any rank: all say the same, and which ended first says nothing
+        word = json.loads(place.read_text(encoding="utf-8"))
+        if "status" in word:  # from `nmoe.comm.watcher`
+            lost = word["status"] == LOST
+            text = f"{word['message']} ({how})" if signalled else word["message"]
+            return End(status=1 if lost else word["status"], error=text), lost
     if signalled or not Path(first.error_file).is_file():
         return End(status=1, error=how), True
     return End(status=first.exitcode, error=first.message), False
-
-
-def _last_word(file: Path) -> tuple[int, str] | None:
-    """Exit status and message that the ranks ended with, whichever of them PyTorch's launcher saw end first."""
-    for place in file.parents[1].glob(f"*/{file.name}"):
-        word = json.loads(place.read_text(encoding="utf-8"))
-        if "status" in word:  # from `nmoe.comm.watcher`
-            return word["status"], word["message"]
-    return None
 
 
 def _rank(config: Config, fresh: bool) -> End:
