@@ -89,6 +89,37 @@ def test_lost_rank_ends_all_with_one_message(machines, how, tmp_path):
     assert ("in all_reduce" in "".join(said(tmp_path))) == (how != "killed")
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_lost_host_of_the_store_ends_the_other_machine_too(number, tmp_path):
+    """Rank 0 has the store in its process: nobody can tell the other machine, which sees that it does not answer."""
+    with Ranks(SIZE, work, tmp_path, 2, -1) as ranks:
+        await_ranks(tmp_path)
+        ranks.signal(0, number)
+        began = time.monotonic()
+        outcomes = ranks.wait()
+        assert time.monotonic() - began < TIMEOUT_S + MARGIN_S
+    assert [outcome.exit_code for outcome in outcomes] == [-signal.SIGKILL, LOST, LOST, LOST]
+    for machine in (said(tmp_path)[:2], said(tmp_path)[2:]):
+        lines = [line for text in machine for line in text.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1, lines
+        assert re.search(r"lost (rank 0: |the store of the run, )", lines[0])
+
+
+def test_lost_machine_ends_the_other(tmp_path):
+    """Both of its ranks are stopped, as by a power cut; it is for their launcher to end them."""
+    with Ranks(SIZE, work, tmp_path, 2, -1) as ranks:
+        await_ranks(tmp_path)
+        for rank in (2, 3):
+            ranks.signal(rank, signal.SIGSTOP)
+        began = time.monotonic()
+        outcomes = ranks.wait(only={0, 1})
+        assert time.monotonic() - began < TIMEOUT_S + MARGIN_S
+    assert [outcome.exit_code for outcome in outcomes] == [LOST, LOST]
+    place = r"(the start|step \d+, the sums)"  # where it was when it was last heard of
+    pattern = rf"error: lost rank 2 and 1 more: no progress for \d s in {place}; its process does not run"
+    assert len(re.findall(pattern, "".join(said(tmp_path)))) == 1
+
+
 def test_last_of_the_ranks_is_the_one_that_hangs():
     one = Standing(
         rank=0, position=9, still_s=0, silent_s=0, limit_s=2, patience_s=2, waits=False, doing="step 3, the sums"
@@ -102,4 +133,5 @@ def test_last_of_the_ranks_is_the_one_that_hangs():
     assert "rank 0: no progress for 9 s in step 3, the sums; its process does not run" in verdict(
         [ahead, one._replace(still_s=9, silent_s=9, patience_s=1800)]
     )
+    assert verdict([one._replace(still_s=9)], whole=False) == "", "who is last is not known"
     assert verdict([]) == "", "all have taken their leave"

@@ -11,11 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import CONFIG, Command, alive, figures, losses
-from ranks import run_ranks
+from ranks import Ranks, run_ranks
 
 from nmoe import cli
-from nmoe.checkpoint import save
+from nmoe.checkpoint import save, store
 from nmoe.checkpoint.store import list_checkpoints
+from nmoe.comm.watcher import LOST
+from nmoe.data import loader
 from nmoe.data.builtin import make_python_docs
 from nmoe.formats.metrics import open_store
 from nmoe.formats.runs import read_run
@@ -50,11 +52,11 @@ def test_two_ranks_make_the_run_of_one(undisturbed, folder):
     np.testing.assert_allclose(losses(undisturbed)[:60], losses(command.run)[:60], rtol=1e-5)
     log = (undisturbed / "log.txt").read_text()
     assert log.count("INFO step ") == 40 + 2, "one line for each step and each evaluation"
-    with open_store(undisturbed) as store:
-        received = store.execute(
+    with open_store(undisturbed) as metrics:
+        received = metrics.execute(
             "SELECT step, sum(value), count(*) FROM metrics WHERE name = 'router/received' GROUP BY step ORDER BY step"
         ).fetchall()
-        times = store.execute(
+        times = metrics.execute(
             "SELECT step, rank FROM metrics WHERE name = 'speed/rank_step_time' ORDER BY step, rank"
         ).fetchall()
     assert received == [(step, 8 * 32 * 2, 2) for step in range(1, 41)]
@@ -108,13 +110,41 @@ def test_stopped_rank_is_named_and_all_start_again(folder):
     place = r"step \d+, (waiting for data|micro batch \d|the sums over ranks|the update|a checkpoint)"
     line = rf"lost rank 1: no progress for [234] s in {place}; its process does not run \(rank 1 was ended by SIGKILL\): .*"
     assert re.fullmatch(line, lines[0]), lines[0]
+    assert "Traceback" not in command.errors
     assert "going on with runs/tiny at step" in command.errors
     assert read_run(command.run).status == "finished"
 
 
+@pytest.mark.parametrize("ep", [2, 4])
+def test_ranks_of_two_nodes_end_together(folder, ep):
+    """As torchrun numbers the nodes; experts are shared inside a node, or across."""
+
+    def rank() -> int:
+        os.environ["GROUP_RANK"] = str(int(os.environ["RANK"]) // 2)
+        os.chdir(folder)
+        settings = (f"parallel.ep={ep}", "rdep.timeout_s=1.5", "train.steps=100000", "checkpoint.every=2")
+        return cli.train(["tiny.toml", *(word for setting in settings for word in ("--set", setting))])
+
+    run = folder / "runs" / "tiny"
+    with Ranks(4, rank) as ranks:
+        until = time.monotonic() + 120
+        while len(list_checkpoints(run / "checkpoints")) < 2:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        ranks.signal(3, signal.SIGSTOP)
+        began = time.monotonic()
+        outcomes = ranks.wait()
+        assert time.monotonic() - began < 1.5 + 5.0
+    assert [outcome.exit_code for outcome in outcomes] == [LOST, LOST, LOST, -signal.SIGKILL]
+    record = read_run(run)
+    assert record.status == "failed"
+    assert record.error
+    assert "lost rank 3" in record.error
+
+
 def test_slow_rank_is_waited_for(folder, monkeypatch):
     """A disk that is slow for one checkpoint, and an evaluation in which one rank falls far behind."""
-    commit, read = save.commit, evaluate.held_out_batches
+    commit, read = store.commit, loader.held_out_batches
 
     def slow_commit(*arguments, **options):
         time.sleep(3.0)

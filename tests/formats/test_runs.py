@@ -9,6 +9,7 @@ import time
 import pytest
 
 from nmoe.formats import DataError, FormatError
+from nmoe.formats.files import in_turn
 from nmoe.formats.runs import RunLock, RunRecord, list_runs, read_run
 
 
@@ -112,3 +113,14 @@ def test_lock_keeps_a_second_process_out(tmp_path):
     assert "another process is training there" in refused.stderr
     lock.release()
     assert subprocess.run(attempt, capture_output=True).returncode == 0
+
+
+def test_start_that_another_one_holds_up_says_so(tmp_path):
+    with (
+        in_turn(tmp_path / "turn"),
+        pytest.raises(DataError, match=r"turn: held for 0\.1 s by another process"),
+        in_turn(tmp_path / "turn", patience_s=0.1),
+    ):
+        pass
+    with in_turn(tmp_path / "turn", patience_s=0.0):
+        pass

@@ -21,11 +21,12 @@ class Alarm:
         watcher: That of the run, which is left as it is at the end; None: one for this group alone.
 
     Attributes:
+        group: See above.
         ranks: Their numbers in the run, which are those of all messages, by rank in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, watcher: Watcher | None = None) -> None:
-        self.ranks = dist.get_process_group_ranks(group)
+        self.group, self.ranks = group, dist.get_process_group_ranks(group)
         self.watcher, self._is_own = watcher or Watcher(group), watcher is None
 
     @property

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The alarm from machine to machine: a few keys of the store through which the processes found each other.
 
-The first rank of each machine that is alive speaks for all of its ranks, twice a second: one write, one look for an
-alarm, and, only while nothing moves, a look at every other machine. All of it on a thread of its own, because a store
-whose machine is gone may never answer; that, too, is noticed by its silence.
+The first rank of each machine that is alive speaks for all of its ranks, twice a second: one write and one look for an
+alarm; what the other machines say it reads every two seconds, and each time while nothing moves. All of it on a thread of
+its own, because a store whose machine is gone may never answer; that, too, is noticed by its silence.
 """
 
 import json
 import threading
+import time
 from collections.abc import Callable
 
 from torch.distributed.distributed_c10d import Store
@@ -19,7 +20,7 @@ __all__ = ["Carrier"]
 
 _EVERY_S = 0.5
 _ANSWER_S = 1.0
-_UNCHANGED_S = 4 * _EVERY_S  # of what a machine says, after which none of its ranks is taken to run
+_READ_EVERY = 4  # rounds
 
 
 class Carrier:
@@ -47,32 +48,34 @@ class Carrier:
         self._due, self._answered, self._closing, self._claim = threading.Event(), threading.Event(), False, ""
         self.word: Word | None = None
         self.rounds, self.error = 0, ""
-        self._heard: list[str] = []
-        """What the other machines said last; empty where they were not asked."""
-        self._before, self._unchanged_s = self._heard, [0.0] * len(self._others)
-        self._store.set(self._own, "[0, []]")
+        self._heard: list[tuple[str, float]] = []
+        """What each of the other machines said last, and for how long it has said nothing else."""
+        self._read_at = 0.0
+        if (own := speak()) is not None:
+            self._store.set(self._own, json.dumps([-1, own]))
         self._thread = threading.Thread(target=self._run, name="carrier", daemon=True)
         self._thread.start()
 
-    def standings(self, elapsed_s: float, *, still_s: float) -> list[Standing] | None:
-        """The ranks of the other machines; None where these were not asked.
+    def standings(self, *, limit_s: float) -> list[Standing]:
+        """The ranks of the other machines; none before these were asked for the first time.
 
         Args:
-            elapsed_s: since the call before.
-            still_s: for how long nothing has moved here: also in a machine that says nothing any more.
+            limit_s: of this rank: a machine that says nothing cannot say that it has another one.
         """
-        heard, before, self._before = self._heard, self._before, self._heard
-        if not heard:
-            return None
-        found = []
-        for number, text in enumerate(heard):
-            unchanged_s = self._unchanged_s[number] + elapsed_s if before and before[number] == text else 0.0
-            self._unchanged_s[number] = unchanged_s
-            for one in [Standing(*fields) for fields in json.loads(text)[1]]:
-                later = one._replace(still_s=one.still_s + unchanged_s, silent_s=one.silent_s + unchanged_s)
-                dead = later._replace(still_s=max(still_s, later.still_s), silent_s=max(still_s, later.silent_s))
-                found.append(dead if unchanged_s > _UNCHANGED_S else later)
-        return found
+        return [
+            one._replace(
+                still_s=one.still_s + unchanged_s,
+                silent_s=one.silent_s + unchanged_s,
+                limit_s=min(one.limit_s, limit_s),
+            )
+            for text, unchanged_s in self._heard
+            for one in _standings(text)
+        ]
+
+    @property
+    def has_read(self) -> bool:
+        """Whether the other machines were asked."""
+        return bool(self._heard)
 
     def claim(self, word: Word) -> Word:
         """Ring on all machines; the word that all will hear, which is the fastest rank's. This one where nobody answers."""
@@ -109,9 +112,24 @@ class Carrier:
         self._store.set(self._own, json.dumps([self.rounds, own]))
         if self._store.check([self._alarm]):
             self.word = _word(self._store.get(self._alarm))
-        curious = any(2 * one.still_s > one.patience_s for one in own)
-        self._heard = [text.decode() for text in self._store.multi_get(self._others)] if curious else []
+        if self.rounds % _READ_EVERY == 0 or any(2 * one.still_s > one.limit_s for one in own):
+            self._read()
+
+    def _read(self) -> None:
+        texts = [text.decode() for text in self._store.multi_get(self._others)]
+        now = time.monotonic()
+        gap_s = min(now - self._read_at, 2 * _READ_EVERY * _EVERY_S)  # longer: this process was stopped
+        known = self._heard or [("", 0.0)] * len(texts)
+        self._heard = [
+            (text, before_s + gap_s if text == before else 0.0)
+            for text, (before, before_s) in zip(texts, known, strict=True)
+        ]
+        self._read_at = now
 
 
 def _word(text: bytes) -> Word:
     return Word(*json.loads(text))
+
+
+def _standings(text: str) -> list[Standing]:
+    return [Standing(*fields) for fields in json.loads(text)[1]]

@@ -93,11 +93,18 @@ class Observer:
         ]
 
 
-def verdict(standings: Sequence[Standing]) -> str:
-    """Who is lost and why, one line; empty while there is still hope."""
+def verdict(standings: Sequence[Standing], *, whole: bool = True) -> str:
+    """Who is lost and why, one line; empty while there is still hope.
+
+    Args:
+        standings: of all ranks that have not taken their leave, or of some.
+        whole: whether of all: only then it is known who is the last.
+    """
     silent = [one for one in standings if one.silent_s > one.limit_s + _MARGIN_S]
     if silent:
         return _line(silent, max(one.silent_s for one in silent))
+    if not whole:
+        return ""
     lowest = min((one.position for one in standings), default=0)
     last = [one for one in standings if one.position == lowest]
     if not last or any(one.still_s <= one.patience_s + _MARGIN_S for one in last):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import torch.distributed as dist
 
 from nmoe.comm.alarm import Alarm
 from nmoe.comm.remote import Board, Phase
@@ -72,6 +73,9 @@ def await_barrier(alarm: Alarm) -> None:
             f"seen {seen} {how}"
         )
 
+    if not alarm.watcher.sees(alarm.ranks):
+        dist.barrier(alarm.group)  # on several machines; who does not come is found by its place in the program
+        return
     number, ranks = alarm.watcher.arrive(), range(len(alarm.ranks))
     _await(lambda: alarm.arrivals, number, ranks=ranks, timeout_s=PATIENCE_S, alarm=alarm, complain=complain)
 

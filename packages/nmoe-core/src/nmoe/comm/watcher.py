@@ -93,6 +93,7 @@ class Watcher:
         """What the device reports; asked 20 times a second."""
         self.on_end: Callable[[str], None] = lambda _: None
         """Called with the message before this process ends, for a second at most."""
+        agree(("", b""), group, what="the alarm")  # all have written their first lines before anybody judges them
         machines = list(dict.fromkeys(places))
         self._carrier: Carrier | None = None
         if len(machines) > 1:
@@ -101,7 +102,7 @@ class Watcher:
             name = f"nmoe/{told[0][:_NONCE].hex()}"
             here, speak = machines.index(mine), self._spoken
             self._carrier = Carrier(store, name=name, here=here, machines=len(machines), speak=speak)
-        agree(("", b""), group, what="the alarm")  # all have written their first lines before anybody judges them
+            agree(("", b""), group, what="the alarm")  # each machine has spoken before another asks
         self._thread = threading.Thread(target=self._watch, name="watcher", daemon=True)
         self._thread.start()
 
@@ -172,6 +173,10 @@ class Watcher:
         """Whether somebody rang."""
         return self._page.rung
 
+    def sees(self, ranks: Sequence[int]) -> bool:
+        """Whether all of these are on this machine."""
+        return set(ranks) <= set(self._ranks)
+
     def arrivals(self, ranks: Sequence[int]) -> np.ndarray:
         """int64: barriers that each of these ranks of this machine has come to."""
         return self._slots["arrived"][[self._ranks.index(rank) for rank in ranks]]
@@ -209,7 +214,15 @@ class Watcher:
     def fail(self, text: str, *, status: int) -> NoReturn:
         """Ring, and end this process."""
         self.ring(text, status=status)
-        self._end()
+        self.end()
+
+    def end(self) -> NoReturn:
+        """End this process with the word of the one who rang."""
+        word = self._page.word
+        teller = threading.Thread(target=self.on_end, args=(word.text,), daemon=True)  # its disk may hang
+        teller.start()
+        teller.join(_TELL_S)
+        end_process(word.text, status=word.status, say=word.reporter == self.rank)
 
     def await_ring(self) -> None:
         """What went wrong here may be what the end of another rank looks like; returns when somebody rang, or nobody does."""
@@ -259,13 +272,6 @@ class Watcher:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._processes[index], signal.SIGKILL)
 
-    def _end(self) -> NoReturn:
-        word = self._page.word
-        teller = threading.Thread(target=self.on_end, args=(word.text,), daemon=True)  # its disk may hang
-        teller.start()
-        teller.join(_TELL_S)
-        end_process(word.text, status=word.status, say=word.reporter == self.rank)
-
     # What the thread sees.
 
     def _watch(self) -> None:
@@ -279,7 +285,7 @@ class Watcher:
                 self._hear()
                 late = now - self._rung_at
                 if late > _GONE_S or (late > _RAISE_S and not self._raised):
-                    self._end()
+                    self.end()
             elif self._carrier and self._carrier.word:
                 self._ring(self._carrier.word)
             elif fault := self.device_fault():
@@ -300,15 +306,13 @@ class Watcher:
             return f"rank {self.rank}: lost rank {min(gone)}: its process has ended; see its own last output", False
         if not self._observer.speaks:
             return None
-        standings = self._observer.standings()
+        standings, whole = self._observer.standings(), True
         if self._carrier and not self._slots["leaving"][self._me]:
             if unanswered := self._unanswered(self._carrier, elapsed_s):
                 return unanswered, False
-            others = self._carrier.standings(elapsed_s, still_s=min((one.still_s for one in standings), default=0.0))
-            if others is None:
-                return None
-            standings += others
-        text = verdict(standings)
+            limit_s = float(self._slots["limit_s"][self._me])
+            standings, whole = standings + self._carrier.standings(limit_s=limit_s), self._carrier.has_read
+        text = verdict(standings, whole=whole)
         return (text, True) if text else None
 
     def _unanswered(self, carrier: Carrier, elapsed_s: float) -> str:

@@ -344,7 +344,8 @@ class Rdep:
     """Format of rows on the way to the experts: as they are, or quantised while they are sent. Gradients and results always
     travel as they are."""
     timeout_s: AboveZero = 60.0
-    """How long a rank waits for another before all end with a message, in seconds."""
+    """How long a rank may be late or make no progress before all end with a message, in seconds; from the third step on.
+    Three of the longest recent steps where that is more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,11 +5,11 @@ Some 470 kB of English. Topics quote each other, so a held-out topic would often
 of a held-out topic is therefore removed from the training topics. One topic in eight is held out, about 36 kB.
 """
 
-import fcntl
 import shutil
 from pathlib import Path
 
 from nmoe.errors import DataError
+from nmoe.formats.files import in_turn
 from nmoe.formats.shards import MANIFEST, ShardWriter, open_shards
 from nmoe.formats.tokenizers import ByteTokenizer
 
@@ -31,8 +31,7 @@ def make_python_docs(directory: str | Path = Path("data/python-docs")) -> Path:
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / ".lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with in_turn(directory / ".lock"):
         missing = [name for name in ("train", "val") if not (directory / name / MANIFEST).exists()]
         if missing:
             for name, documents in zip(("train", "val"), _split_topics(), strict=True):

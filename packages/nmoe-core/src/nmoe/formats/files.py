@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small file operations that every format shares: durable replacement, hashing, paths that stay inside a root."""
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 from nmoe.errors import DataError, FormatError
 
 __all__ = [
+    "in_turn",
     "inside",
     "json_lines",
     "json_text",
@@ -20,6 +24,33 @@ __all__ = [
     "sync_directory",
     "write_json",
 ]
+
+
+@contextlib.contextmanager
+def in_turn(path: Path, *, patience_s: float = 60.0) -> Iterator[None]:
+    """Processes that enter with the same file do so one after the other.
+
+    Args:
+        path: of the file, made if missing.
+        patience_s: how long to wait for another process.
+
+    Raises:
+        DataError: another process was there for all that time.
+    """
+    deadline = time.monotonic() + patience_s
+    with path.open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise DataError(
+                        f"{path}: held for {patience_s:g} s by another process that starts here; "
+                        f"end that one (`fuser {path}` names it) and try again"
+                    ) from None
+                time.sleep(0.02)
+        yield
 
 
 def sync_directory(path: Path) -> None:

@@ -25,8 +25,10 @@ def end_all(ranks: Ranks, error: Exception) -> None:
         return
     if not isinstance(error, NmoeError):
         watcher.await_ring()  # this may be what the end of another rank looks like
+    if watcher.rung:
+        watcher.end()
     text, status = _word(error)
-    watcher.fail(text if isinstance(error, PeerFault) else f"rank {ranks.rank}: {text}", status=status)
+    watcher.fail(f"rank {ranks.rank}: {text}", status=status)
 
 
 def end_alone(error: Exception) -> NoReturn:

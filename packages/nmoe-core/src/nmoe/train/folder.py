@@ -12,7 +12,6 @@ The first folder is `ROOT/NAME`, later ones `ROOT/NAME-2` and so on. Keys that o
 is watched (`nmoe.config.rules.FREE_KEYS`) may change.
 """
 
-import fcntl
 import re
 import tomllib
 import uuid
@@ -23,7 +22,7 @@ from typing import Any, Literal
 from nmoe.checkpoint.store import CheckpointInfo, list_checkpoints, read_checkpoint, remove_leftovers
 from nmoe.config import Config, changed_keys
 from nmoe.errors import ConfigError, DataError
-from nmoe.formats.files import replace_durably
+from nmoe.formats.files import in_turn, replace_durably
 from nmoe.formats.runs import RUN_FILE, RunInfo, RunLock, RunRecord, read_run
 
 __all__ = ["RunFolder", "open_folder"]
@@ -77,8 +76,7 @@ def open_folder(config: Config, *, fresh: bool) -> RunFolder:
     """
     root, name = Path(config.run.root), config.run.name
     root.mkdir(parents=True, exist_ok=True)
-    with (root / ".lock").open("a") as choosing:
-        fcntl.flock(choosing, fcntl.LOCK_EX)  # two starts at once choose one after the other
+    with in_turn(root / ".lock"):  # two starts at once choose one after the other
         latest = None if fresh else _latest(root, name)
         if latest is None or latest.status == "finished":
             path, run_id = _new_path(root, name), uuid.uuid4().hex[:12]

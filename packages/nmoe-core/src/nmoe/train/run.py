@@ -275,7 +275,7 @@ class _Run:
     def _steps(self, loader: Loader, recorder: Recorder | None, checkpoints: CheckpointWriter, watch: Watch) -> None:
         train, progress, device = self.config.train, self.progress, self.ranks.device
         watch.progress(progress.step)
-        last, spent, slowest, exchange = False, math.nan, 0.0, self.parts.exchange
+        last, spent, slowest, exchange = False, math.nan, math.nan, self.parts.exchange
         while not (last or self.stopped_by):
             began = time.perf_counter()
             self.ranks.beat("waiting for data", step=progress.step + 1)
@@ -296,8 +296,8 @@ class _Run:
             if exchange:  # the kernels are compiled: who is late from now on is late for another reason
                 exchange.arm()
                 exchange = None
-            if self.ranks.watcher:
-                slowest = max(spent, _FORGET * slowest)
+            slowest = 0.0 if math.isnan(slowest) else max(spent, _FORGET * slowest)  # the first step compiles
+            if self.ranks.watcher and slowest:
                 self.ranks.watcher.limit(max(self.config.rdep.timeout_s, _SLOWER * slowest))
             self._count(batch.step, batch.num_targets, loader.next_sample, result)
             last, self.stopped_by = progress.step == train.steps, notes.stop
@@ -337,7 +337,10 @@ class _Run:
             watch.progress(self.progress.step)
             self.ranks.beat("an evaluation")
 
-        self.ranks.beat("an evaluation", long=self.held_out is None)  # the first one compiles
+        first, exchange = self.held_out is None, self.parts.exchange
+        if first and exchange:  # it may compile kernels of its own
+            exchange.be_patient()
+        self.ranks.beat("an evaluation", long=first)
         self.held_out = held_out_loss(
             self.parts.model,
             self.val,
@@ -345,6 +348,8 @@ class _Run:
             ranks=self.ranks,
             tick=tick,
         )
+        if first and exchange:
+            exchange.arm()
         return self.held_out, time.perf_counter() - began
 
     def _end(self, checkpoints: CheckpointWriter) -> Outcome:
