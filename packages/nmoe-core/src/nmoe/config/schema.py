@@ -344,8 +344,7 @@ class Rdep:
     """Format of rows on the way to the experts: as they are, or quantised while they are sent. Gradients and results always
     travel as they are."""
     timeout_s: AboveZero = 60.0
-    """How long a rank may be late or make no progress before all end with a message, in seconds; from the third step on.
-    Three of the longest recent steps where that is more."""
+    """Seconds that a rank may be late or stand still before all end with a message: from step 3, or 3 steps' time if more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

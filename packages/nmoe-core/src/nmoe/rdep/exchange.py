@@ -161,7 +161,6 @@ class Exchange:
         )
         comm.barrier()
 
-
     def be_patient(self) -> None:
         """Until it is armed, wait for half an hour: some ranks still compile kernels while others wait for them."""
         self.board = replace(self.board, timeout_s=_PATIENCE_S)

@@ -15,7 +15,7 @@ from nmoe.checkpoint.store import list_checkpoints
 from nmoe.config import Config
 from nmoe.data.loader import Loader
 from nmoe.data.sources import open_train, open_val
-from nmoe.errors import NmoeError
+from nmoe.errors import NmoeError, PeerFault
 from nmoe.formats.metrics import MetricWriter
 from nmoe.formats.shards import ShardSet
 from nmoe.formats.tokenizers import ByteTokenizer
@@ -239,7 +239,11 @@ class _Run:
                     stack.enter_context(Sampler(read, metrics=metrics, step=lambda: self.progress.step))
             loader = stack.enter_context(self._loader())
             if self.progress.step < config.train.steps:
-                self._steps(loader, recorder, checkpoints, watch)
+                try:
+                    self._steps(loader, recorder, checkpoints, watch)
+                except PeerFault as error:  # no orderly way out: the checkpoint's thread waits for the lost rank, too
+                    end_all(self.ranks, error)
+                    raise
             elif self.val:
                 self._evaluate(watch)
         return checkpoints
