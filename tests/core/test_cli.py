@@ -15,6 +15,7 @@ import torch
 from torch.utils import deterministic
 
 from nmoe import cli
+from nmoe.formats.runs import read_run
 from nmoe.formats.shards import ShardWriter
 from nmoe.formats.tokenizers import ByteTokenizer
 
@@ -181,6 +182,18 @@ def test_train_ends_with_loss_sample_and_place(place, in_process, capsys):
     assert printed.out.endswith("look at it     uv run streamlit run nviz -- --runs my\n")
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", printed.out)
     assert len(re.findall(r"^step \d/2  loss ", printed.err, re.M)) == 2
+
+
+def test_train_says_that_memory_cannot_do_and_the_mended_command_begins_anew(place, in_process, capsys):
+    """What failed before its first checkpoint has nothing to go on from, and so does not stand in the way."""
+    huge = ["--set", "train.batch_size=100000000", "--set", "train.micro_batch_size=100000000"]
+    assert in_process(["tiny.toml", *huge]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert re.match(r"error: 1 x [\d.e+]+ GB are needed in the \S+( of layer \d)?, but the machine has", lines[0])
+    assert in_process(["tiny.toml"]) == 0
+    assert read_run(place / "runs" / "tiny").status == "failed"
+    assert read_run(place / "runs" / "tiny-2").status == "finished"
 
 
 def test_train_says_what_a_changed_config_changed(place, in_process, capsys):

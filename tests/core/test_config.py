@@ -172,6 +172,8 @@ def test_values_in_the_file_are_checked_like_overrides():
         (["optim.momentum=0.9"], 'have no effect with optim.kind = "adamw"'),
         (["schedule.warmup_steps=8", "schedule.decay_steps=3"], "together exceed train.steps = 10"),
         (["train.dtype=fp64", "optim.moment_dtype=bf16"], 'contradicts train.dtype = "fp64"'),
+        (["run.root="], "run.root is empty; name the folder of runs"),
+        (['data.val=["a", ""]'], "but a name is empty"),
         (["run.name=a/b"], 'run.name = "a/b" is not a plain folder name'),
         (["run.name=.."], 'run.name = ".." is not a plain folder name'),
     ],
@@ -240,7 +242,7 @@ def test_name_defaults_to_the_stem_of_the_file(tmp_path):
 
 
 @given(
-    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")),
+    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1),
     st.floats(min_value=0, exclude_min=True, allow_infinity=False),
     st.integers(0, (1 << 63) - 1),
 )

@@ -125,6 +125,10 @@ def test_prep_split_depends_on_the_text_alone(tmp_path):
 
 
 def test_prep_refuses_what_it_would_overwrite(corpus, tmp_path, capsys):
+    taken = tmp_path / "taken"
+    taken.touch()
+    assert f"--output '{taken}': expected a folder to make" in refused(capsys, corpus, "--output", taken)
+    assert "--output '': expected a folder to make" in refused(capsys, corpus, "--output", "")
     out = tmp_path / "out"
     assert cli.prep([str(corpus), "--output", str(out)]) == 0
     before = (out / "manifest.json").read_bytes()

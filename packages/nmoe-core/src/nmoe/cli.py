@@ -137,6 +137,13 @@ def train(arguments: Sequence[str] | None = None) -> int:
 
 def _train(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
+    for name, least in (("nproc", 1), ("restarts", 0)):
+        if (number := getattr(options, name)) is not None and number < least:
+            raise ConfigError(f"--{name} {number}: expected {least} or more")
+    if options.profile == "":
+        raise ConfigError("--profile: expected a folder, found an empty text")
+    if options.profile and (options.nproc or 1) > 1:
+        raise ConfigError(f"--profile looks at one process; leave out --nproc {options.nproc}")
     if options.dry_run:
         from nmoe.train.plan import format_plan, make_plan
 
@@ -147,11 +154,6 @@ def _train(options: argparse.Namespace) -> int:
             "nmoe-train needs PyTorch: install nmoe-core[train] "
             "(in this repository: uv sync --locked --no-default-groups --package nmoe-core --extra train)"
         )
-    for name, least in (("nproc", 1), ("restarts", 0)):
-        if (number := getattr(options, name)) is not None and number < least:
-            raise ConfigError(f"--{name} {number}: expected {least} or more")
-    if options.profile and (options.nproc or 1) > 1:
-        raise ConfigError(f"--profile looks at one process; leave out --nproc {options.nproc}")
     place = Path(options.profile or config.run.root)
     _refuse_unwritable(place, what="--profile" if options.profile else "run.root")
     # Read when PyTorch loads its OpenMP. Threads that spin while they wait starve others where cores are shared: beside a
@@ -233,6 +235,8 @@ def prep(arguments: Sequence[str] | None = None) -> int:
 
 def _prep(options: argparse.Namespace) -> int:
     output = Path(options.output)
+    if not options.output or (output.exists() and not output.is_dir()):
+        raise ConfigError(f"--output {options.output!r}: expected a folder to make")
     if bool(options.inputs) == bool(options.builtin):
         raise ConfigError("nmoe-prep: expected either INPUT files or --builtin python-docs")
     if options.builtin:

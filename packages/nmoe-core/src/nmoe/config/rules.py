@@ -113,6 +113,10 @@ def _run_violations(config: Config) -> Iterator[str]:
     data, train, schedule = config.data, config.train, config.schedule
     if "/" in config.run.name or config.run.name.startswith("."):
         yield f"run.name = {format_value(config.run.name)} is not a plain folder name; leave out / and a dot in front"
+    if not config.run.root:
+        yield "run.root is empty; name the folder of runs"
+    if "" in (*(source.path for source in data.train), *data.val):
+        yield "data.train and data.val name folders of shards, but a name is empty"
     if data.builtin and (data.train or data.val):
         yield f'data.builtin = "{data.builtin}" brings its own text; remove data.train and data.val'
     if not data.builtin and not data.train:

@@ -5,13 +5,14 @@
 |---|---|---|
 | none, or finished | any | a new folder |
 | unfinished | the same | it goes on from its newest complete checkpoint |
-| unfinished | changed | an error that names the change |
+| unfinished | changed | an error that names the change; a new folder if there is no checkpoint to go on from |
 | any, with `--fresh` | any | a new folder |
 
 The first folder is `ROOT/NAME`, later ones `ROOT/NAME-2` and so on. Keys that only decide how long or how closely a run
 is watched (`nmoe.config.rules.FREE_KEYS`) may change.
 """
 
+import logging
 import re
 import tomllib
 import uuid
@@ -26,6 +27,8 @@ from nmoe.formats.files import in_turn, replace_durably
 from nmoe.formats.runs import RUN_FILE, RunInfo, RunLock, RunRecord, read_run
 
 __all__ = ["RunFolder", "open_folder"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,18 +80,26 @@ def open_folder(config: Config, *, fresh: bool) -> RunFolder:
     root, name = Path(config.run.root), config.run.name
     root.mkdir(parents=True, exist_ok=True)
     with in_turn(root / ".lock"):  # two starts at once choose one after the other
-        latest = None if fresh else _latest(root, name)
-        if latest is None or latest.status == "finished":
+        latest, lock, checkpoint = None if fresh else _latest(root, name), None, None
+        if latest is not None and latest.status != "finished":
+            lock = RunLock(latest.path)
+            checkpoint = _newest(latest.path)
+            changes = _changes(latest.path, config)
+            if changes and checkpoint is None:
+                lock.release()
+                lock = None
+                _log.info("%s has no checkpoint and another config (%s): a new run", latest.path, "; ".join(changes))
+            elif changes:
+                raise ConfigError(
+                    f"{latest.path}: this unfinished run has another config: {'; '.join(changes)}. "
+                    "Undo the change to go on, or start anew with --fresh or another run.name"
+                )
+        if latest is not None and lock is not None:
+            path, run_id = latest.path, latest.id
+        else:
             path, run_id = _new_path(root, name), uuid.uuid4().hex[:12]
             path.mkdir()
-            lock, checkpoint = RunLock(path), None
-        else:
-            path, run_id = latest.path, latest.id
             lock = RunLock(path)
-            _check_unchanged(path, config)
-            remove_leftovers(path / "checkpoints")
-            found = list_checkpoints(path / "checkpoints")
-            checkpoint = read_checkpoint(found[-1]) if found else None
         tables = _write_config(path, config)
         record = RunRecord(path)
         step = checkpoint.step if checkpoint else 0
@@ -119,18 +130,21 @@ def _new_path(root: Path, name: str) -> Path:
     return root / (f"{name}-{taken[-1][0] + 1}" if taken else name)
 
 
-def _check_unchanged(path: Path, config: Config) -> None:
+def _newest(path: Path) -> CheckpointInfo | None:
+    """The newest complete checkpoint of a run; what a killed process left half-written is removed."""
+    remove_leftovers(path / "checkpoints")
+    found = list_checkpoints(path / "checkpoints")
+    return read_checkpoint(found[-1]) if found else None
+
+
+def _changes(path: Path, config: Config) -> list[str]:
+    """What a run's recorded config and a new one differ in and a resume may not change."""
     recorded = path / "config.toml"
     try:
         old = tomllib.loads(recorded.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{recorded}: cannot be read ({error}); start anew with --fresh") from None
-    changes = changed_keys(old, config)
-    if changes:
-        raise ConfigError(
-            f"{path}: this unfinished run has another config: {'; '.join(changes)}. "
-            "Undo the change to go on, or start anew with --fresh or another run.name"
-        )
+    return changed_keys(old, config)
 
 
 def _write_config(path: Path, config: Config) -> dict[str, Any]:

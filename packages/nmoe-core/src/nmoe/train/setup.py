@@ -30,6 +30,7 @@ from nmoe.rdep.nodes import NodeExchange, exchange_of
 from nmoe.train.memory import plan_memory
 from nmoe.train.ranks import Ranks, world_of
 from nmoe.train.shard import shard
+from nmoe.train.throughput import host_memory_bytes
 
 __all__ = [
     "Parts",
@@ -45,6 +46,7 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 _ROOM = 0.92  # of a GPU's memory that a plan may fill before what is only convenient has to go
+_HOPELESS = 1.25  # times the memory there is: no plan is so wrong that it would do
 
 
 @dataclass(kw_only=True, slots=True)
@@ -145,6 +147,7 @@ def build(config: Config, ranks: Ranks) -> Parts:
     Raises:
         EnvironmentFault: the ranks cannot reach each other's memory in the way that `parallel.comm` names.
     """
+    _refuse_too_large(config, ranks)
     comm = connect(ranks.expert_group, ranks.device, kind=config.parallel.comm, watcher=ranks.watcher)
     with torch.device("meta" if ranks.mesh else ranks.device):  # no rank ever holds the whole
         model = Transformer(config, comm=comm)
@@ -162,6 +165,20 @@ def build(config: Config, ranks: Ranks) -> Parts:
         model.named_parameters(), config=config.optim, seed=config.run.seed, dtype=dtype, pieces=pieces
     )
     return Parts(ranks=ranks, comm=comm, exchange=exchange, model=model, pieces=pieces, optimizer=optimizer)
+
+
+def _refuse_too_large(config: Config, ranks: Ranks) -> None:
+    """Raises where the plan says that memory cannot do: the kernel would end the process without a word."""
+    if ranks.device.type == "cuda":
+        there, sharing, what = torch.cuda.mem_get_info(ranks.device)[1], 1, "the GPU"
+    else:
+        there, sharing, what = host_memory_bytes(), world_of(os.environ)[3], "the machine"
+    plan = plan_memory(config, kernels=arch.current().target is not None, ranks=ranks.size)
+    if plan.peak * sharing > _HOPELESS * there:
+        raise EnvironmentFault(
+            f"{sharing} x {plan.peak / 1e9:.4g} GB are needed in the {plan.moment}, but {what} has {there / 1e9:.4g} GB; "
+            "lower train.micro_batch_size or data.seq_len, set train.recompute, or use more ranks"
+        )
 
 
 def _hold_experts(model: Transformer, config: Config, device: torch.device) -> None:

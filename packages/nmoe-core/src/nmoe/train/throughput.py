@@ -7,8 +7,10 @@ has one). Multi-token prediction counts as what it is: further layers, and the h
 and padding add nothing, and document masks subtract nothing.
 """
 
+import contextlib
 import functools
 import math
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ __all__ = [
     "flop_by_part",
     "flop_per_token",
     "gpu_peak_bytes",
+    "host_memory_bytes",
     "host_rss_bytes",
     "measured_bandwidth",
 ]
@@ -137,6 +140,14 @@ def host_rss_bytes() -> int:
     """Resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * 4096
+
+
+def host_memory_bytes() -> int:
+    """Memory that this process may use at most: that of the machine, or of its container."""
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit ("max")
+        there = min(there, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
+    return there
 
 
 def gpu_peak_bytes(device: torch.device) -> int:
