@@ -107,6 +107,12 @@ def test_standard_input_and_other_keys(serve, score, scored):
     ]
 
 
+def test_an_input_that_is_named_twice_is_read_once(serve, score, scored):
+    score(serve(), "-", "-", "--answer", "json_schema", stdin='{"text": "Piped. [[score=2]]"}\n')
+    assert [one["score"] for one in scored()] == [2.0]
+    assert "expected hf://OWNER/NAME" in score(serve(), "hf://nobody", output="hub", expect=2).stderr
+
+
 def test_two_files_of_one_name_are_told_apart(tmp_path, serve, score, scored):
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from hydra_judge.tables import check_row, parquet_blocks, read_arrow, read_hub, read_parquet
+from hydra_judge.tables import check_row, hub_parts, parquet_blocks, read_arrow, read_hub, read_parquet
 from hydra_judge.zst import ZstReader
 from nmoe.errors import DataError
 from nmoe.formats.documents import Document, Reject, check_document, parse_document, read_lines
@@ -81,10 +81,11 @@ def plan(inputs: Iterable[str], *, block_bytes: int = 256 << 20) -> list[Block]:
     """
     blocks: list[Block] = []
     files: dict[Path, str] = {}
-    for one in inputs:
+    for one in dict.fromkeys(inputs):  # twice the same is once
         if one == "-":
             blocks.append(Block(path="-", source="stdin", kind="lines"))
         elif one.startswith("hf://"):
+            hub_parts(one)
             blocks.append(Block(path=one, source=one, kind="hub"))
         else:
             for path, source in _files(one):

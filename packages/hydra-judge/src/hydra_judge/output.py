@@ -176,6 +176,10 @@ def open_run(output: Path) -> ScoredSet:
             raise FormatError(
                 f"{output / HEADER}: rubric.{key} is {rubric.get(key)!r}; expected scores of `hydra-judge score`"
             )
+    if not rubric["low"] < rubric["high"]:
+        raise FormatError(
+            f"{output / HEADER}: rubric.low = {rubric['low']}, rubric.high = {rubric['high']}; expected low < high"
+        )
     if not isinstance(opened.header.setdefault("quarantined", {}), dict):
         raise FormatError(f"{output / HEADER}: quarantined is no table; expected scores of `hydra-judge score`")
     return opened

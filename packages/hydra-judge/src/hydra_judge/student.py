@@ -280,11 +280,11 @@ def load_student(path: Path) -> Student:
     """
     try:
         with np.load(path, allow_pickle=False) as file:
-            values = json.loads(bytes(file["about"]).decode())
+            values = dict(json.loads(bytes(file["about"]).decode()))
             weight, predicted, judged = file["weight"], file["predicted"], file["judged"]
     except FileNotFoundError:
         raise DataError(f"{path}: not found; `hydra-judge fit` makes it") from None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise FormatError(
             f"{path}: not a student ({type(error).__name__}); make it again with `hydra-judge fit`"
         ) from None

@@ -12,7 +12,7 @@ from typing import Any
 from nmoe.errors import DataError
 from nmoe.formats.documents import Document, Reject, check_document
 
-__all__ = ["check_row", "parquet_blocks", "read_arrow", "read_hub", "read_parquet"]
+__all__ = ["check_row", "hub_parts", "parquet_blocks", "read_arrow", "read_hub", "read_parquet"]
 
 _BATCH_ROWS = 256
 
@@ -112,22 +112,31 @@ def _rows(batch: Any, keys: tuple[str, str]) -> Iterator[Row]:
             yield error, None  # check_document calls it not_text
 
 
-def read_hub(address: str, *, keys: tuple[str, str]) -> Iterator[Row]:
-    """Rows of hf://OWNER/NAME[:CONFIG][/SPLIT] (default split: train), streamed.
+def hub_parts(address: str) -> tuple[str, str | None, str]:
+    """Name, configuration and split of hf://OWNER/NAME[:CONFIG][/SPLIT] (default split: train).
 
     Raises:
-        DataError: if the address or the data set cannot be read.
+        DataError: if the address is none.
     """
-    import datasets
-    from datasets.exceptions import DatasetsError
-
     parts = address.removeprefix("hf://").split("/")
     if len(parts) not in (2, 3) or not all(parts):
         raise DataError(f"{address}: expected hf://OWNER/NAME[:CONFIG][/SPLIT]")
     name, _, config = parts[1].partition(":")
-    split = parts[2] if len(parts) == 3 else "train"
+    return f"{parts[0]}/{name}", config or None, parts[2] if len(parts) == 3 else "train"
+
+
+def read_hub(address: str, *, keys: tuple[str, str]) -> Iterator[Row]:
+    """Rows of a data set of the hub, streamed; for the address see `hub_parts`.
+
+    Raises:
+        DataError: if the data set cannot be read.
+    """
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    name, config, split = hub_parts(address)
     try:
-        rows = datasets.load_dataset(f"{parts[0]}/{name}", config or None, split=split, streaming=True)
+        rows = datasets.load_dataset(name, config, split=split, streaming=True)
         for row in rows:
             if keys[0] not in row:
                 yield _missing(list(row), keys[0])

@@ -20,7 +20,7 @@ from typing import IO, Any, Self
 import numpy as np
 
 from nmoe.errors import DataError, FormatError
-from nmoe.formats.files import inside, read_header, replace_durably, sha256_file, write_json
+from nmoe.formats.files import inside, json_lines, read_header, replace_durably, sha256_file, write_json
 from nmoe.formats.tokenizers import Tokenizer
 
 __all__ = ["MANIFEST", "Location", "Shard", "ShardSet", "ShardWriter", "open_shards", "verify_shards"]
@@ -240,9 +240,7 @@ class Shard:
 
     def lineages(self) -> Iterator[dict[str, Any]]:
         """Lineage of every entry, in order: id, source, score (piece, pieces)."""
-        with self._lineage_path.open(encoding="utf-8") as stream:
-            for line in stream:
-                yield json.loads(line)
+        return json_lines(self._lineage_path, what="the lineage of a document", advice="make the shards again")
 
     def lineage(self, entry: int) -> dict[str, Any]:
         """Lineage of one entry of the index."""
