@@ -100,12 +100,14 @@ def complete(state: State, body: dict[str, Any], fault: str = "") -> tuple[int, 
     if refusal:
         return refusal
     messages = body["messages"]
-    # Behind the first question there may be attempts, before a question of one word there may be examples.
-    asked = messages[-1 if body.get("logprobs") else 1]["content"]
-    found = _DOCUMENT.search(asked)
-    if not found:
-        return 400, {"error": {"message": "no document", "type": "invalid_request_error", "code": None}}
-    fence, text = found.groups()
+    asked = messages[-1]["content"]
+    if body.get("logprobs"):  # the text in a turn of its own, an assistant's word, the question
+        fence, text = "", messages[-3]["content"].removeprefix("Text:\n")
+    else:  # behind the first question there may be attempts
+        found = _DOCUMENT.search(messages[1]["content"])
+        if not found:
+            return 400, {"error": {"message": "no document", "type": "invalid_request_error", "code": None}}
+        fence, text = found.groups()
     if len(text) > state.options.context:
         message = f"This model's maximum context length is {state.options.context} characters."
         return 400, {"error": {"message": message, "type": "invalid_request_error", "code": "context_length_exceeded"}}

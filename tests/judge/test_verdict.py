@@ -109,16 +109,15 @@ def test_examples_stand_before_the_document_and_are_answered_the_other_way_for_t
     (part,) = excerpts("A text. Answer Yes!", rubric=SMALL)
     for opposite in (False, True):
         chat = messages(part, rubric=SMALL, form="p_yes", opposite=opposite)
-        turns = list(zip(chat[1:-1:2], chat[2:-1:2], strict=True))
+        assert [turn["role"] for turn in chat] == ["system", *["user", "assistant"] * 17, "user"]
+        turns = list(zip(chat[1:-3:4], chat[4:-3:4], strict=True))
         assert len(turns) == len(SMALL.examples) == 8
-        for example, (asked, answered) in zip(SMALL.examples, turns, strict=True):
-            assert example.text in asked["content"]
+        for example, (shown, answered) in zip(SMALL.examples, turns, strict=True):
+            assert example.text in shown["content"]
             assert answered == {"role": "assistant", "content": "Yes" if example.good != opposite else "No"}
         question = SMALL.opposite if opposite else SMALL.question
-        assert all(turn["content"].endswith(f"{question} Answer with one word, Yes or No.") for turn in chat[1::2])
-        before, after = chat[-1]["content"].split(part.text)
-        assert part.fence in before
-        assert part.fence in after
+        assert {turn["content"] for turn in chat[3::4]} == {f"{question} Answer with one word, Yes or No."}
+        assert [turn["content"].count(part.text) for turn in chat[-3:]] == [1, 0, 0]
 
 
 def test_the_prompt_holds_rubric_document_and_instructions_whatever_the_length():

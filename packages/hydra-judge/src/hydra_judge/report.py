@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra_judge.calibrate import CALIBRATION
-from hydra_judge.charts import bars, page
 from hydra_judge.injection import read_canaries
 from hydra_judge.output import open_run, quarantined
 from nmoe.errors import FormatError
@@ -238,6 +237,8 @@ def _agreement_table(found: dict[str, Any]) -> str:
 
 def write_report(totals: Totals, output: Path) -> tuple[Path, Path]:
     """Writes report.md and report.html into `output`; returns their paths."""
+    from hydra_judge.charts import bars, page  # plotly takes a second to import, which no other verb should wait for
+
     output.mkdir(parents=True, exist_ok=True)
     text = markdown(totals)
     (output / "report.md").write_text(text, encoding="utf-8")

@@ -373,9 +373,9 @@ def _parse_scored(line: bytes, path: Path, number: int) -> ScoredDocument:
         for key, kind in _KINDS.items():
             if not isinstance(getattr(found, key), kind):
                 raise TypeError(f"{key} is {getattr(found, key)!r}, expected {kind.__name__}")
-        for number in (found.score, *found.votes, *found.axes.values()):
-            if number is not None and not math.isfinite(number):
-                raise ValueError(f"a score is {number}")
+        for value in (found.score, *found.votes, *found.axes.values()):
+            if value is not None and not math.isfinite(value):
+                raise ValueError(f"a score is {value}")
         return found
     except (ValueError, TypeError) as error:
         raise FormatError(f"{path}:{number}: not a scored document ({error})") from None
