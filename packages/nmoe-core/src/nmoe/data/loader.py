@@ -6,9 +6,11 @@ that training has not taken. Batches that the thread has read ahead are not part
 again. A rank takes its slice of each step's samples, whatever the number of ranks.
 """
 
+import contextlib
 import itertools
 import queue
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +23,8 @@ from nmoe.formats.order import Order, Rows
 from nmoe.formats.shards import ShardSet
 
 __all__ = ["Batch", "Loader", "held_out_batches"]
+
+_PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,14 +112,12 @@ class Loader:
         return item
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the thread; one that a disk holds is left behind."""
         self._stopping.set()
-        while self._thread.is_alive():
-            try:
+        deadline = time.monotonic() + _PATIENCE_S
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):
                 self._ready.get(timeout=0.01)  # it may be waiting for room
-            except queue.Empty:
-                continue
-        self._thread.join()
 
     def __enter__(self) -> "Loader":
         return self

@@ -161,7 +161,9 @@ class MetricWriter:
         done = threading.Event()
         self._queue.put(done)
         self._hurry.set()
-        done.wait()
+        while not done.wait(1.0):
+            if not self._thread.is_alive():
+                raise RuntimeError("the thread that writes metrics has ended; its traceback is above")
 
     def close(self) -> None:
         """Writes and publishes what is left and ends the thread."""

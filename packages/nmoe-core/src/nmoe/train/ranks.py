@@ -128,7 +128,7 @@ class Ranks:
         return result  # type: ignore[return-value]
 
     def beat(self, doing: str, *, step: int | None = None, long: bool = False) -> None:
-        """This rank has come to its next place in the program, see `Watcher.beat`. It costs two microseconds.
+        """This rank has come to its next place in the program, see `Watcher.beat`. It costs a microsecond.
 
         Args:
             doing: the place, in words.
