@@ -11,10 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nmoe.comm.alarm import Alarm
 from nmoe.comm.remote import Phase
 from nmoe.errors import PeerFault
 
-__all__ = ["LATE", "WRONG_ROW", "device_fault", "fault_record"]
+__all__ = ["LATE", "WRONG_ROW", "device_fault", "fault_record", "tell_faults"]
 
 LATE, WRONG_ROW = 1, 2
 """Kinds: a peer did not come to a meeting in time; a row is not the one that was announced."""
@@ -24,6 +25,12 @@ LATE, WRONG_ROW = 1, 2
 def fault_record() -> Tensor:
     """int64 [8] of this process: kind (0: no fault), rank, peer, layer, phase, expected, seen, unused."""
     return torch.zeros(8, dtype=torch.int64, pin_memory=True)
+
+
+def tell_faults(alarm: Alarm) -> None:
+    """From now on the alarm rings when a kernel reports a fault."""
+    fault_record()  # page-locked here, and not by the first kernel: that may be inside a captured graph
+    alarm.watcher.device_fault = functools.partial(device_fault, alarm.ranks)
 
 
 def device_fault(ranks: Sequence[int]) -> PeerFault | None:

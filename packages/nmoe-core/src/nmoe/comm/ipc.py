@@ -7,7 +7,6 @@ allocation; two ranks on one GPU work too, which is how the kernels are tested w
 """
 
 import ctypes
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from cuda.bindings import runtime  # type: ignore[attr-defined]
 from nmoe.comm.alarm import Alarm
 from nmoe.comm.buffers import Buffers
 from nmoe.comm.communicator import Symmetric
-from nmoe.comm.faults import device_fault, fault_record
+from nmoe.comm.faults import tell_faults
 from nmoe.comm.foreign import agree, tensor_over
 from nmoe.comm.waits import await_barrier
 from nmoe.comm.watcher import Watcher
@@ -98,9 +97,8 @@ class Ipc:
                 f"CUDA IPC: rank {strangers[0]} runs on another machine than rank 0; it maps memory inside one machine only: "
                 'set parallel.ep to the GPUs of a node, or parallel.comm = "nvshmem"'
             )
-        fault_record()  # page-locked here, and not by the first kernel: that may be inside a captured graph
         self.alarm = Alarm(group, watcher)
-        self.alarm.watcher.device_fault = partial(device_fault, self.alarm.ranks)
+        tell_faults(self.alarm)
 
     def symmetric(self, name: str, *, nbytes: int) -> Symmetric:
         """See `Communicator`.

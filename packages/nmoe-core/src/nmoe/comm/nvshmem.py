@@ -15,6 +15,7 @@ import torch.distributed as dist
 from nmoe.comm.alarm import Alarm
 from nmoe.comm.buffers import Buffers, agree_on_buffer
 from nmoe.comm.communicator import Symmetric
+from nmoe.comm.faults import tell_faults
 from nmoe.comm.foreign import agree, tensor_over
 from nmoe.comm.watcher import Watcher
 
@@ -45,6 +46,8 @@ class Nvshmem:
         os.environ["NVSHMEM_DISABLE_NVLS"] = "1"
         self._group = group
         self.alarm = Alarm(group, watcher) if watcher else None
+        if self.alarm:
+            tell_faults(self.alarm)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks, self.node_size = range(self.size), node_size or self.size
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
