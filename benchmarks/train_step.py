@@ -36,6 +36,7 @@ from nmoe.train.memory import plan_memory
 from nmoe.train.ranks import Ranks, join_ranks
 from nmoe.train.setup import Parts, build, choose_device
 from nmoe.train.throughput import device_peak, flop_per_token
+from nmoe.train.warm_up import warm_up_ranks
 
 DATA = ("data.builtin=python-docs", "data.train=[]", "data.val=[]", "train.eval_every=0", "train.eval_batches=0")
 
@@ -150,7 +151,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="steps that are measured (default: 12)")
     parser.add_argument("--warm-up", type=int, default=4, help="steps before them (default: 4)")
     options = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     config = load_config(options.config, [*options.overrides, *DATA])
     device = choose_device(config)
     ranks = join_ranks(config, device)
@@ -158,8 +159,9 @@ def main() -> None:
     say(ranks, f"{name}, PyTorch {torch.__version__}, arch {arch.current().name}, {options.steps} steps")
     began = time.perf_counter()
     ranks.agree(lambda: bool(open_train(config, hashed=False)))  # rank 0 makes the data
+    warm_up_ranks(config, ranks)
     parts = build(config, ranks)
-    say(ranks, f"built in {time.perf_counter() - began:.1f} s")
+    say(ranks, f"kernels compiled and model built in {time.perf_counter() - began:.1f} s")
     steps = run(parts, config, ranks, steps=options.warm_up + options.steps)[options.warm_up :]
     found = figures(config, ranks, steps)
     say(ranks, text(found))

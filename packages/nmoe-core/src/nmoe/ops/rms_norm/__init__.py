@@ -56,4 +56,5 @@ def rms_norm(x: Tensor, weight_D: Tensor, *, eps: float) -> Tensor:
         [..., D] in x's dtype.
     """
     y_TD = cast(Tensor, _RMSNorm.apply(x.reshape(-1, x.shape[-1]), weight_D, eps))
-    return y_TD.view(x.shape)
+    # FSDP hangs a hook on what a module returns, and a view may lose it.
+    return y_TD if x.ndim == 2 else y_TD.view(x.shape)
