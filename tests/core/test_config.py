@@ -150,6 +150,7 @@ def test_values_in_the_file_are_checked_like_overrides():
     [
         (["moe.top_k=9"], "moe.top_k = 9 exceeds moe.num_experts = 8"),
         (["moe.num_groups=3"], "moe.num_groups = 3 does not divide moe.num_experts = 8"),
+        (["parallel.ep=4", "rdep.node_size=3"], "rdep.node_size = 3 does not divide parallel.ep = 4"),
         (["moe.top_k_groups=2"], "moe.top_k_groups = 2 exceeds moe.num_groups = 1"),
         (["moe.num_groups=4", "moe.top_k=3"], "moe.top_k = 3 exceeds the 2 experts of moe.top_k_groups = 1 groups of 2"),
         (["moe.num_groups=8", "moe.top_k_groups=2"], 'moe.group_score = "top2_sum" needs groups of at least 2 experts'),

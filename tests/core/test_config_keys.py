@@ -179,7 +179,7 @@ ACROSS = {
     "rdep.timeout_s": ("5.0", lambda exchange: exchange.timeout_s),
 }
 # Changes how several ranks work together: tests/distributed/test_layouts.py.
-ELSEWHERE = {"parallel.gather"}
+ELSEWHERE = {"parallel.gather", "rdep.node_size"}
 # What has to be given up beside a change, where the two contradict each other.
 BESIDE = {
     "train.tokens": ["train.steps=0"],

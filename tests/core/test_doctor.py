@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from nmoe.comm.foreign import tensor_over
-from nmoe.doctor import Demand, Finding, examine, main
+from nmoe.config import load_config
+from nmoe.doctor import Demand, Finding, demand_of, examine, main
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 
@@ -73,6 +74,16 @@ def test_doctor_counts_the_shared_memory_that_ranks_need():
     (enough,) = findings(Demand(ranks=2, comm="shm", symmetric_bytes=1 << 12), "shared memory")
     (too_much,) = findings(Demand(ranks=2, comm="shm", symmetric_bytes=1 << 60), "shared memory")
     assert (enough.mark, too_much.mark) == ("ok", "no")
+
+
+def test_doctor_says_how_rows_travel_between_nodes():
+    config = load_config(QUICKSTART, ["parallel.ep=8", "rdep.node_size=2"])
+    (over_cpus,) = findings(demand_of(config, gpus=0), "nodes")
+    assert (over_cpus.mark, over_cpus.text.split(":")[0]) == ("ok", "4 of 2 ranks, experts shared by 8")
+    over_gpus = demand_of(load_config(QUICKSTART, ["parallel.ep=8"]), gpus=4)
+    assert (over_gpus.comm, over_gpus.node_size) == ("nvshmem", 4)
+    assert "have never run" in findings(over_gpus, "nodes")[0].text
+    assert demand_of(load_config(QUICKSTART, ["parallel.ep=4"]), gpus=4).comm == "ipc"
 
 
 def test_tensor_over_foreign_memory_copies_nothing():

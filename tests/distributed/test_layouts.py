@@ -79,7 +79,8 @@ def train(config: Config, steps: int) -> dict[str, Any]:
     ranks.part()
     parts.comm.close()
     found = np.array([held_out.loss, held_out.loss_per_byte, *held_out.by_source.values()])
-    return {"figures": np.array(figures), "loads": np.array(loads), "held": held, "held_out": found}
+    facts = {"figures": np.array(figures), "loads": np.array(loads), "held": held, "held_out": found}
+    return facts | {"exchange": type(parts.exchange).__name__}
 
 
 def joined(results: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -154,6 +155,17 @@ NARROW = ("train.dtype=fp32", "optim.moment_dtype=bf16")
 @pytest.fixture(scope="module")
 def narrow_alone(tiny) -> dict[str, Any]:
     return run_ranks(1, train, tiny(*NARROW, "train.micro_batch_size=8"), 12)[0]
+
+
+def test_nodes_change_nothing(tiny, alone):
+    """Four ranks, two a node: rows cross once for a node, and every number is that of one rank."""
+    config = tiny("parallel.ep=4", "train.micro_batch_size=2", "rdep.node_size=2")
+    results = run_ranks(4, train, config, 8, timeout_s=240.0)
+    for result in results:
+        assert result["exchange"] == "NodeExchange"
+        np.testing.assert_array_equal(result["figures"], results[0]["figures"], err_msg="ranks see one step")
+        np.testing.assert_allclose(result["figures"], alone["figures"][:8], rtol=1e-9)
+        np.testing.assert_array_equal(result["loads"], alone["loads"][:8])
 
 
 def test_recomputation_changes_nothing_where_ranks_share_experts_and_shards(tiny, alone):

@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 from functools import partial
+from pathlib import Path
 
 
 def main(arch: str) -> None:
@@ -63,6 +64,13 @@ def compile_exchange(op) -> None:
     for wire in ("mxfp8", "nvfp4"):
         op("wire").push_packed_kernel(wire, 7168, 8)
         op("wire").unpack_kernel(wire, 2048, 2)
+    # Kernels with NVSHMEM's functions in them are not kept on disk by the package; here their machine code is.
+    folder = Path(os.environ["NMOE_CACHE"]) / "puts"
+    folder.mkdir()
+    options = f"--keep-cubin --dump-dir={folder}"
+    op("ship").ship_kernel.build(options)
+    for ranks in (2, 16):
+        op("meet").meet_far_kernel.build(ranks, ranks - 1, options)
 
 
 def compile_attention(attention) -> None:

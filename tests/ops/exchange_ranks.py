@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -242,6 +243,30 @@ def check_nvshmem(group: dist.ProcessGroup) -> None:
     for name, one, other in zip(NAMES, *found, strict=True):
         assert torch.equal(one, other), name
     print("equal")
+
+
+def check_puts(group: dist.ProcessGroup) -> None:
+    """No peer's memory is mapped: every row, count and flag travels as a put of NVSHMEM; against CUDA IPC, two runs bit-equal."""
+    problem = Problem([120, 133], width=512, hidden=128, experts=8, top_k=3)
+    found = []
+    for make in (Ipc, partial(Nvshmem, node_size=1)):
+        comm = make(group, torch.device("cuda"))
+        leaves, exchange = problem.leaves(comm), problem.exchange(comm)
+        assert exchange.has_far == isinstance(comm, Nvshmem)
+        comm.barrier()
+        found.append([problem.across(exchange, leaves) for _ in range(20)])
+        torch.cuda.synchronize()
+        del exchange
+        comm.close()
+    truth = problem.truth()
+    own, share = problem.rows(dist.get_rank(group)), problem.experts // dist.get_world_size(group)
+    held = slice(dist.get_rank(group) * share, (dist.get_rank(group) + 1) * share)
+    for number, name in enumerate(NAMES):
+        mapped, put = (runs[0][number] for runs in found)
+        assert all(torch.equal(run[number], put) for run in found[1]), f"{name}: runs differ"
+        part = truth[name][held if name.startswith("dw") else own]
+        print(f"{name}: {error(put, part):.2e}, mapped {error(mapped, part):.2e}")
+        assert error(put, part) <= 1.5 * error(mapped, part) + 1e-7, name
 
 
 def check_gathers(group: dist.ProcessGroup) -> None:

@@ -200,8 +200,9 @@ def test_two_ranks(check, tmp_path):
 
 
 @pytest.mark.multi_gpu
-def test_two_ranks_beside_gathers_of_nccl(tmp_path):
-    for status, text in ranks("gathers", tmp_path):
+@pytest.mark.parametrize("check", ["gathers", "puts"])
+def test_two_ranks_on_two_gpus(check, tmp_path):
+    for status, text in ranks(check, tmp_path):
         assert status == 0, text[-4000:]
 
 

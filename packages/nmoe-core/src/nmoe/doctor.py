@@ -45,12 +45,14 @@ class Demand:
 
     Attributes:
         ranks: of an expert-parallel group.
+        node_size: of these, the ones that map each other's memory; 0: all.
         comm: communicator by name (`parallel.comm`, auto decided); empty where nothing asks for one.
         symmetric_bytes: that a rank shares with its peers.
         peak_bytes: of a rank at the moment of most (`nmoe-train --dry-run` says what they are).
     """
 
     ranks: int = 1
+    node_size: int = 0
     comm: str = ""
     symmetric_bytes: int = 0
     peak_bytes: int = 0
@@ -64,12 +66,14 @@ def demand_of(config: Config | None, *, gpus: int) -> Demand:
     from nmoe.train.memory import plan_memory
 
     ranks, comm = config.parallel.ep or math.gcd(max(gpus, 1), config.moe.num_experts), config.parallel.comm
+    node = config.rdep.node_size or (gpus if 0 < gpus < ranks and ranks % gpus == 0 else ranks)
     if comm == "auto":
-        comm = "local" if ranks == 1 else "ipc" if gpus else "shm"
+        comm = "local" if ranks == 1 else "shm" if not gpus else "nvshmem" if node < ranks else "ipc"
     return Demand(
         ranks=ranks,
+        node_size=node,
         comm=comm,
-        symmetric_bytes=shared_bytes(config, ranks=ranks),
+        symmetric_bytes=shared_bytes(config, ranks=ranks, node_size=node if ranks % node == 0 else ranks),
         peak_bytes=plan_memory(config, kernels=config.train.dtype == "bf16", ranks=max(gpus, 1)).peak,
     )
 
@@ -99,6 +103,8 @@ def examine(demand: Demand) -> Iterator[Finding]:
         missing |= {package} if finding.mark != "ok" else set()
         yield finding
     yield _shared_memory(demand)
+    if 0 < demand.node_size < demand.ranks:
+        yield _nodes(demand)
     if "torch" in missing:
         return
     gpus = _gpus()
@@ -147,6 +153,14 @@ def _shared_memory(demand: Demand) -> Finding:
         text += "; set train.micro_batch_size or parallel.ep lower"
         return Finding(mark="no", subject="shared memory", text=text)
     return Finding(mark="ok", subject="shared memory", text=text)
+
+
+def _nodes(demand: Demand) -> Finding:
+    how = (
+        "copies in place of a network" if demand.comm == "shm" else "puts of NVSHMEM, which compile and have never run"
+    )
+    text = f"{demand.ranks // demand.node_size} of {demand.node_size} ranks, experts shared by {demand.ranks}: {how}"
+    return Finding(mark="ok", subject="nodes", text=text)
 
 
 def _no_gpu(demand: Demand) -> Finding:
@@ -255,9 +269,8 @@ def _links(count: int) -> Iterator[Finding]:
         yield Finding(mark="--", subject="links", text="one GPU: no peers, no link to measure")
         return
     for index in range(count):
-        yield Finding(
-            mark="ok" if (links := _nvlinks(index)) else "--", subject=f"NVLink {index}", text=_links_text(links)
-        )
+        links = _nvlinks(index)
+        yield Finding(mark="ok" if links else "--", subject=f"NVLink {index}", text=_links_text(links))
     for source in range(count):
         reached = [peer for peer in range(count) if peer != source and torch.cuda.can_device_access_peer(source, peer)]
         unreached = sorted(set(range(count)) - set(reached) - {source})
@@ -300,9 +313,7 @@ def _mappings(count: int, demand: Demand) -> Iterator[Finding]:
         try:
             probe.open_in_child(owner, opener)
         except EnvironmentFault as fault:
-            text = (
-                f"{where}: {fault}; containers need --ipc=host (one IPC namespace) and all GPUs visible to every rank"
-            )
+            text = f"{where}: {fault}; containers need --ipc=host, and every rank has to see all GPUs"
             yield Finding(mark="no" if demand.comm == "ipc" else "--", subject="CUDA IPC", text=text)
         else:
             yield Finding(mark="ok", subject="CUDA IPC", text=f"{where}: mapped, read and written by another process")

@@ -30,6 +30,7 @@ FREE_KEYS = frozenset(
         "parallel.comm",
         "rdep.capacity",
         "rdep.sizes",
+        "rdep.node_size",
         "rdep.timeout_s",
         "parallel.gather",
         "checkpoint.every",
@@ -90,6 +91,9 @@ def _moe_violations(config: Config) -> Iterator[str]:
     block = {"plain": 1, "mxfp8": 32, "nvfp4": 64}[config.rdep.wire]  # 64: so that the scale of a row is aligned
     if config.model.hidden_size % block:
         yield f'rdep.wire = "{config.rdep.wire}" needs blocks of {block}, but model.hidden_size = {config.model.hidden_size}'
+    node, ep = config.rdep.node_size, config.parallel.ep
+    if node and ep % node:
+        yield f"rdep.node_size = {node} does not divide parallel.ep = {ep}"
     if moe.top_k > moe.num_experts:
         yield f"moe.top_k = {moe.top_k} exceeds moe.num_experts = {moe.num_experts}"
         return

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every key of a training config: name, type, range, default and meaning, each stated once.
 
-One frozen dataclass per TOML section. The text under a field is its documentation: `docs/configuration.md` is made from
-it, so a key cannot be described in two ways. A field without a default must be given. Ranges are part of the type
-(`Annotated[int, Bound(ge=1)]`); rules that concern two keys are in `nmoe.config.rules`.
+One frozen dataclass per TOML section. The text under a field is its documentation: `docs/configuration.md` is made of it.
+A field without a default must be given. Ranges are part of the type; rules between two keys are in `nmoe.config.rules`.
 """
 
 from dataclasses import dataclass
@@ -341,8 +340,9 @@ class Rdep:
     sizes: Literal["bound", "exact"] = "bound"
     """Room for what may come (bound), or for just what comes, which the host has to wait for once a layer (exact)."""
     wire: Literal["plain", "mxfp8", "nvfp4"] = "plain"
-    """Format of rows on the way to the experts: as they are, or quantised while they are sent. Gradients and results always
-    travel as they are."""
+    """Format of rows on the way to the experts: as they are, or quantised. Gradients and results travel as they are."""
+    node_size: Natural = 0
+    """Ranks that map each other's memory, a divisor of a machine's; a row is put once to each other node. 0: a machine's."""
     timeout_s: AboveZero = 60.0
     """Seconds that a rank may be late or stand still before all end with a message: from step 3, or 3 steps' time if more."""
 

@@ -148,7 +148,13 @@ def build(config: Config, ranks: Ranks) -> Parts:
         EnvironmentFault: the ranks cannot reach each other's memory in the way that `parallel.comm` names.
     """
     _refuse_too_large(config, ranks)
-    comm = connect(ranks.expert_group, ranks.device, kind=config.parallel.comm, watcher=ranks.watcher)
+    comm = connect(
+        ranks.expert_group,
+        ranks.device,
+        kind=config.parallel.comm,
+        watcher=ranks.watcher,
+        node_size=config.rdep.node_size,
+    )
     with torch.device("meta" if ranks.mesh else ranks.device):  # no rank ever holds the whole
         model = Transformer(config, comm=comm)
     shard(model, ranks=ranks, gather=config.parallel.gather)
