@@ -79,7 +79,7 @@ def test_doctor_counts_the_shared_memory_that_ranks_need():
 def test_doctor_says_how_rows_travel_between_nodes():
     config = load_config(QUICKSTART, ["parallel.ep=8", "rdep.node_size=2"])
     (over_cpus,) = findings(demand_of(config, gpus=0), "nodes")
-    assert (over_cpus.mark, over_cpus.text.split(":")[0]) == ("ok", "4 of 2 ranks, experts shared by 8")
+    assert (over_cpus.mark, over_cpus.text.split(";")[0]) == ("ok", "4 of 2 ranks, experts shared by 8")
     over_gpus = demand_of(load_config(QUICKSTART, ["parallel.ep=8"]), gpus=4)
     assert (over_gpus.comm, over_gpus.node_size) == ("nvshmem", 4)
     assert "have never run" in findings(over_gpus, "nodes")[0].text

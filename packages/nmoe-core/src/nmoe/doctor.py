@@ -44,8 +44,7 @@ class Demand:
     """What a config needs of this machine.
 
     Attributes:
-        ranks: of an expert-parallel group.
-        node_size: of these, the ones that map each other's memory; 0: all.
+        ranks: of an expert-parallel group; `node_size` of them, a divisor, map each other's memory (0: all).
         comm: communicator by name (`parallel.comm`, auto decided); empty where nothing asks for one.
         symmetric_bytes: that a rank shares with its peers.
         peak_bytes: of a rank at the moment of most (`nmoe-train --dry-run` says what they are).
@@ -156,10 +155,8 @@ def _shared_memory(demand: Demand) -> Finding:
 
 
 def _nodes(demand: Demand) -> Finding:
-    how = (
-        "copies in place of a network" if demand.comm == "shm" else "puts of NVSHMEM, which compile and have never run"
-    )
-    text = f"{demand.ranks // demand.node_size} of {demand.node_size} ranks, experts shared by {demand.ranks}: {how}"
+    size, how = demand.node_size, "puts of NVSHMEM, which have never run" if demand.comm == "nvshmem" else "copies"
+    text = f"{demand.ranks // size} of {size} ranks, experts shared by {demand.ranks}; between nodes {how}"
     return Finding(mark="ok", subject="nodes", text=text)
 
 
@@ -276,8 +273,7 @@ def _links(count: int) -> Iterator[Finding]:
         unreached = sorted(set(range(count)) - set(reached) - {source})
         text = f"{source} reaches {reached or 'no other'}" + (f", not {unreached}" if unreached else "")
         yield Finding(mark="--" if unreached else "ok", subject="peer access", text=text)
-    for source in range(count):
-        target = (source + 1) % count
+    for source, target in zip(range(count), [*range(1, count), 0], strict=True):
         speed = probe.copy_bandwidth(source, target) / 1e9
         yield Finding(mark="ok", subject="bandwidth", text=f"{source} -> {target}: {speed:.0f} GB/s by the copy engine")
 
