@@ -106,31 +106,33 @@ def kept(path: Path) -> int:
 
 
 class Account:
-    """What may be asked again, by the server's counts and the cache: answers that were under way when a run was killed."""
+    """Answers that were given and are not on disk, run by run: all that may be asked for again.
+
+    The server counts an answer as given when it hands it whole to the socket, the cache holds each that counts once. What
+    is given beyond that was lost by a kill, or came after the judge had given up waiting, or was asked for in vain.
+    """
 
     def __init__(self, server: Server, cache: Path):
         self.server, self.cache = server, cache
-        self.lost = self.unread = self.given_up = 0
+        self.given_twice = self.given_up = 0
+        self._unread = self._living = 0
 
-    def _unread(self) -> int:
-        found = self.server.call("/stats")["unread"] - self.unread
-        self.unread += found
-        return found
-
-    def before_kill(self) -> None:
-        """Counts answers that the run gave up waiting for."""
-        self.given_up += self._unread()
-
-    def after_kill(self) -> None:
-        """Counts answers that are out and not in the cache: the kill took those that it had not yet written down."""
+    def close(self, *, killed: bool) -> None:
+        """Takes the account of a run that has ended."""
         while (stats := self.server.call("/stats"))["in_flight"]:
             time.sleep(0.02)
-        self._unread()
-        lost = stats["answered_bodies"] - kept(self.cache)
-        print(f"kill -9 at {kept(self.cache)} answers on disk, {lost} more given", flush=True)
-        # What a run gave up on may be open still at the kill, beside what is in flight.
-        assert 0 <= lost <= IN_FLIGHT + self.given_up
-        self.lost += lost
+        given_up, self._unread = self._living - self._unread, stats["unread"]
+        lost = stats["answered"] - kept(self.cache) - self.given_twice
+        print(
+            f"{'kill -9' if killed else 'end'} at {kept(self.cache)} answers on disk, {lost} more given, {given_up} never read"
+        )
+        assert 0 <= lost <= given_up + killed * IN_FLIGHT
+        self.given_twice += lost
+        self.given_up += given_up
+
+    def before_end(self) -> None:
+        """Counts answers never read while the run still lives: a kill leaves some unread as well."""
+        self._living = self.server.call("/stats")["unread"]
 
 
 def bad_day(corpus: Path, folder: Path, options: argparse.Namespace) -> tuple[dict[str, Any], Account]:
@@ -157,12 +159,12 @@ def bad_day(corpus: Path, folder: Path, options: argparse.Namespace) -> tuple[di
                 print(f"stopped for {options.stop:g} s at {kept(cache)} answers", flush=True)
                 stop_at = None
             time.sleep(0.05)
-        account.before_kill()
+        account.before_end()
         if moment is not None:
             assert process.poll() is None, f"ended before the kill; see {folder / 'bad.log'}"
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
-            account.after_kill()
+        account.close(killed=moment is not None)
     assert process is not None
     assert process.returncode == 0, (folder / "bad.log").read_text()[-2000:]
     stats = server.call("/stats")
@@ -209,19 +211,15 @@ def main() -> None:
     found = scores(folder / "bad")
     wrong = {id for id in expected if found.get(id) != expected[id]}
     differ = same_files(folder / "bad", folder / "calm")
-    # The server counts an answer as given when it hands it whole to the socket.
-    repeated = stats["answered"] - stats["answered_bodies"]
     faults = {name: count for name, count in sorted(stats.items()) if re.fullmatch(r"[a-z0-9_]+", name)}
     print(json.dumps({"server": faults, "calm_requests": calm_stats["requests"]}))
     print(
-        f"{len(found)} of {len(expected)} documents, {len(wrong)} wrong, {len(differ)} files differ, {repeated} answers given twice: "
-        f"{account.lost} were under way at {options.kills} kills, on {account.given_up} the judge had given up"
+        f"{len(found)} of {len(expected)} documents, {len(wrong)} wrong, {len(differ)} files differ, {account.given_twice} answers given "
+        f"twice in {options.kills} kills ({IN_FLIGHT} in flight at each); on {account.given_up} the judge had given up"
     )
     assert not wrong
     assert not differ
     assert len(found) == len(expected)
-    assert repeated <= account.lost + account.given_up  # one more, and an answer on disk was asked for again
-    assert account.lost <= options.kills * IN_FLIGHT + account.given_up
     shutil.rmtree(folder)
 
 

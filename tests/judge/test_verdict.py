@@ -3,6 +3,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -102,7 +103,10 @@ def test_p_yes_is_the_odds_of_yes_among_the_alternatives():
 
 @pytest.mark.parametrize("bias", [-3.0, 0.0, 1.5])
 def test_a_text_that_draws_a_yes_to_everything_gains_nothing(bias):
-    assert yes_verdict([1 + bias, -0.5 + bias], SMALL).score == yes_verdict([1, -0.5], SMALL).score > 2.5
+    even = replace(SMALL, opposite_weight=1.0)
+    assert yes_verdict([1 + bias, -0.5 + bias], even).score == yes_verdict([1, -0.5], even).score > 2.5
+    half = yes_verdict([1 + bias, -0.5 + bias], replace(SMALL, opposite_weight=0.5)).levels["p_yes"]
+    assert math.log(half / (1 - half)) == pytest.approx((1.25 + 0.5 * bias) / 1.5, abs=1e-4)
 
 
 def test_examples_stand_before_the_document_and_are_answered_the_other_way_for_the_opposite():

@@ -84,6 +84,8 @@ class _Model:
             if len(tokens) >= self._context:
                 raise _TooLongError(f"maximum context length is {self._context} tokens, the prompt has {len(tokens)}")
             state = max(self._states, key=lambda one: _shared(one, tokens))
+            if _shared(state, tokens) < len(tokens) / 2:  # another question: leave it the state that it will need again
+                state = self._states[0]
             self._states.sort(key=lambda one: one is state)  # the one used last is the last to be given up
             next(state.generate(tokens, temp=0.0))
             pointer = self._library.llama_get_logits_ith(state.ctx, -1)

@@ -64,6 +64,7 @@ class Rubric:
         guidance: how to treat languages, domains and doubtful cases.
         question: the yes-or-no question of the answer form `p_yes`.
         opposite: a question that is answered with No where `question` is answered with Yes; "" for none.
+        opposite_weight: share of the opposite's odds that is taken off, in (0, 1].
         examples: answered before the document, in the form `p_yes`.
         axes: what is graded, in the order of the answer.
         low: lowest level of every axis and of the score.
@@ -79,6 +80,7 @@ class Rubric:
     guidance: str
     question: str
     opposite: str
+    opposite_weight: float
     examples: tuple[Example, ...]
     axes: tuple[Axis, ...]
     low: int
@@ -204,6 +206,7 @@ def _rubric(where: str, values: dict[str, Any]) -> Rubric:
         guidance=table.take("guidance", str),
         question=table.take("question", str),
         opposite=table.take("opposite", str) if "opposite" in values else "",
+        opposite_weight=table.take("opposite_weight", float, 1.0),
         examples=tuple(
             _example(f"{where}: examples[{number}]", one) for number, one in enumerate(table.take("examples", list, []))
         ),
@@ -215,6 +218,8 @@ def _rubric(where: str, values: dict[str, Any]) -> Rubric:
         answer_tokens=table.count("answer_tokens", 300),
     )
     table.finish()
+    if not 0 < rubric.opposite_weight <= 1:
+        raise ConfigError(f"{where}: opposite_weight = {rubric.opposite_weight}, expected a number above 0, at most 1")
     names = [axis.name for axis in rubric.axes]
     if not names or len(set(names)) != len(names):
         raise ConfigError(f"{where}: axes are {names}, expected at least one and no name twice")

@@ -241,9 +241,10 @@ def yes_verdict(odds: list[float], rubric: Rubric) -> Verdict:
     """Score from the log odds of the question and, if it was asked, of its opposite.
 
     Some texts make a model say Yes to whatever it is asked; in the difference of a question and its opposite that
-    cancels, as it does with people.
+    cancels, as it does with people. If the opposite tells little else, less of it is taken off.
     """
-    mean = odds[0] if len(odds) == 1 else (odds[0] - odds[1]) / 2
+    weight = rubric.opposite_weight
+    mean = odds[0] if len(odds) == 1 else (odds[0] - weight * odds[1]) / (1 + weight)
     share = round(1 / (1 + math.exp(-mean)), 6)
     score = round(rubric.low + share * (rubric.high - rubric.low), 6)
     return Verdict(levels={"p_yes": share}, score=score, reason="")
