@@ -10,6 +10,7 @@ import torch
 from nmoe.comm.foreign import tensor_over
 from nmoe.config import load_config
 from nmoe.doctor import Demand, Finding, demand_of, examine, main
+from nmoe.train.warm_up import Listed
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 
@@ -68,6 +69,16 @@ def test_doctor_says_what_it_cannot_compile(arguments, said, capsys):
 def test_doctor_compiles_nothing_for_plain_torch(capsys):
     assert main([str(QUICKSTART), "--warm-up", "sm_90a"]) == 0
     assert capsys.readouterr().out.startswith("--  kernels")
+
+
+def test_a_list_of_kernels_belongs_to_what_decides_them():
+    def path(*overrides: str, ranks: int = 1) -> Path:
+        return Listed.of(load_config(QUICKSTART, overrides), chip="sm_90a", ranks=ranks).path
+
+    here = path()
+    assert here == path("optim.learning_rate=1e-3", "run.name=other", "checkpoint.every=7")
+    changes = ["model.hidden_size=256", "moe.top_k=1", "data.seq_len=64", "train.micro_batch_size=1", "optim.kind=muon"]
+    assert len({here, path(ranks=2), *map(path, changes)}) == 2 + len(changes)
 
 
 def test_doctor_counts_the_shared_memory_that_ranks_need():

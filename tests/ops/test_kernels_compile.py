@@ -120,3 +120,10 @@ def test_the_kernels_of_a_config_are_compiled_before_it_runs(compiled):
     assert all(f"{path}: damaged" in said for path in (short, wrong))
     assert f"compiling 2 kernels for {arch}" in said
     assert len(warm_up(arch, folder).splitlines()) == 1  # nothing is left to do
+
+    script = Path(__file__).parents[2] / "docs" / "machine_code.py"
+    environment = os.environ | {"NMOE_CACHE": str(folder)}
+    table = subprocess.run(
+        [sys.executable, script, "--check", arch], env=environment, capture_output=True, text=True, check=False
+    )
+    assert table.returncode == 0, f"{table.stdout}{table.stderr}run: uv run python docs/machine_code.py"

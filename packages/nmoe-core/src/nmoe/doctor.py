@@ -22,7 +22,6 @@ from nmoe.cli import exit_status
 from nmoe.comm import probe
 from nmoe.config import Config, load_config
 from nmoe.errors import ConfigError, EnvironmentFault
-from nmoe.ops._cute.folder import kernel_folder
 
 __all__ = ["Demand", "Finding", "demand_of", "doctor_parser", "examine", "main"]
 
@@ -340,8 +339,8 @@ def _warm_up(config: Config | None, chip: str) -> Finding:
         raise EnvironmentFault(f"nmoe-doctor --warm-up: {found}; expected one of {', '.join(CHIPS)}")
     chip, began = chip or str(here), time.perf_counter()
     ranks = demand_of(config, gpus=len(gpus)).ranks
-    files = warm_up(config, chip=chip, ranks=ranks, say=_write)
-    text = f"{files} for {chip} in {kernel_folder(chip)}, {time.perf_counter() - began:.1f} s"
+    listed = warm_up(config, chip=chip, ranks=ranks, say=_write)
+    text = f"{len(listed.sums)} for {chip} in {listed.folder}, {time.perf_counter() - began:.1f} s"
     return Finding(mark="ok", subject="kernels", text=text)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process behind `nmoe.train.warm_up`: lists the kernels of a config, compiles what is missing, says how far it is.
 
-    python -m nmoe.train.compile --ranks P < config.toml        # with the environment that `warm_up` sets
+    python -m nmoe.train.compile --ranks P --list FILE < config.toml        # with the environment that `warm_up` sets
 
 Every kernel is compiled by one process, whichever run it belongs to: quack's cache takes a lock that ends with its holder,
 and an object file appears whole or not at all.
@@ -158,26 +158,27 @@ def main() -> int:
     """Reads the config, and compiles; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, required=True, help="that share the experts")
-    ranks = parser.parse_args().ranks
+    parser.add_argument("--list", type=Path, required=True, help="file for the list")
+    options = parser.parse_args()
     _begin()
     chip = os.environ["CUTE_DSL_ARCH"]
     config = parse_config(sys.stdin.read(), where="stdin", name="run")
-    tasks = tasks_of(config, ranks=ranks)
-    listed = Listed.of(config, chip=chip, ranks=ranks)
+    tasks = tasks_of(config, ranks=options.ranks)
+    listed = Listed.read(options.list)
     missing = _missing(tasks, listed.folder)
-    paths = [path for task in tasks for path in task.kernels]
-    number = sum(not path.exists() for path in paths)
+    kernels = {path: name for task in tasks for path, name in task.kernels.items()}
+    number = sum(not path.exists() for path in kernels)
     processes = min(len(os.sched_getaffinity(0)), len(missing), _MOST_PROCESSES)
     if missing:
         _say(
-            f"compiling {number} kernels for {chip} with {processes} processes, {len(paths) - number} found in {listed.folder}"
+            f"compiling {number} kernels for {chip} with {processes} processes, {len(kernels) - number} found in {listed.folder}"
         )
         try:
             _compile_all(missing, processes=processes)
         except BrokenProcessPool:
             sys.stderr.write("a process that compiled was killed; is there memory enough?\n")
             return 1
-    listed.write(paths)
+    listed.write(kernels)
     return 0
 
 

@@ -24,7 +24,7 @@ import torch
 import nmoe
 from nmoe import arch
 from nmoe.config import Config
-from nmoe.config.schema import Checkpoint, Data, Metrics, Run, Schedule
+from nmoe.config.schema import Checkpoint, Data, Metrics, Optim, Run, Schedule, Train
 from nmoe.config.text import to_toml
 from nmoe.errors import EnvironmentFault
 from nmoe.ops._cute.folder import kernel_folder
@@ -41,13 +41,17 @@ _PACKAGES = ("torch", "nvidia-cutlass-dsl", "quack-kernels", "flash-attn-4", "ap
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listed:
-    """The list of a config's kernels: object files by path below the chip's folder, and their SHA-256.
+    """The list of a config's kernels. Its name holds everything that it could depend on, so a list that exists is right.
 
-    Its name holds everything that the list could depend on, so a list that exists is right.
+    Attributes:
+        path: of the list.
+        sums: SHA-256 of each object file, by path below the chip's folder.
+        names: what each file holds, in a few words.
     """
 
     path: Path
     sums: dict[str, str]
+    names: dict[str, str]
 
     @classmethod
     def of(cls, config: Config, *, chip: str, ranks: int) -> "Listed":
@@ -58,10 +62,10 @@ class Listed:
     def read(cls, path: Path) -> "Listed":
         """The list in a file; empty where it cannot be read."""
         try:
-            sums = json.loads(path.read_text())["kernels"]
+            found = json.loads(path.read_text())
+            return cls(path=path, sums=found["sums"], names=found["names"])
         except (OSError, ValueError, KeyError):
-            sums = {}
-        return cls(path=path, sums=sums)
+            return cls(path=path, sums={}, names={})
 
     @property
     def folder(self) -> Path:
@@ -72,12 +76,13 @@ class Listed:
         """Whether there is a list, and all its files are what they were."""
         return bool(self.sums) and all(checksum(self.folder / name) == found for name, found in self.sums.items())
 
-    def write(self, kernels: list[Path]) -> None:
+    def write(self, kernels: dict[Path, str]) -> None:
         """Keeps the list, at once or not at all."""
-        sums = {str(path.relative_to(self.folder)): checksum(path) for path in kernels}
+        names = {str(path.relative_to(self.folder)): name for path, name in kernels.items()}
+        sums = {name: checksum(self.folder / name) for name in names}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".tmp", delete=False) as file:
-            json.dump({"kernels": sums}, file, indent=1)
+            json.dump({"sums": sums, "names": names}, file, indent=1)
         Path(file.name).replace(self.path)
 
 
@@ -91,9 +96,20 @@ def checksum(path: Path) -> str:
 
 def _digest(config: Config, *, ranks: int) -> str:
     """Of what decides which kernels there are: the model's part of the config, all sources, all compilers."""
-    defaults = {"run": Run(), "schedule": Schedule(), "metrics": Metrics(), "checkpoint": Checkpoint(every=1)}
-    data = Data(seq_len=config.data.seq_len, val=("val",) if config.data.val or config.data.builtin else ())
-    state = hashlib.sha256(to_toml(replace(config, **defaults, data=data)).encode())
+    train, optim = config.train, config.optim
+    relevant = replace(
+        config,
+        run=Run(),
+        schedule=Schedule(),
+        metrics=Metrics(),
+        checkpoint=Checkpoint(every=1),
+        data=Data(seq_len=config.data.seq_len),
+        train=Train(
+            batch_size=1, micro_batch_size=train.micro_batch_size, dtype=train.dtype, recompute=train.recompute
+        ),
+        optim=Optim(learning_rate=1.0, kind=optim.kind, moment_dtype=optim.moment_dtype),
+    )
+    state = hashlib.sha256(to_toml(relevant).encode())
     state.update(f"{ranks} {sys.version_info[:2]}".encode())
     for package in _PACKAGES:
         state.update(importlib.metadata.version(package).encode())
@@ -106,7 +122,7 @@ def _digest(config: Config, *, ranks: int) -> str:
 
 def warm_up(
     config: Config, *, chip: str, ranks: int, multiprocessors: int | None = None, say: Callable[[str], None]
-) -> int:
+) -> Listed:
     """Makes sure that every kernel of a config lies on disk.
 
     Args:
@@ -117,16 +133,16 @@ def warm_up(
         say: takes each line of progress.
 
     Returns:
-        How many they are.
+        Their list.
 
     Raises:
         EnvironmentFault: something did not compile.
     """
     listed = Listed.of(config, chip=chip, ranks=ranks)
     if not listed.complete():
-        _compile(config, chip=chip, ranks=ranks, multiprocessors=multiprocessors or CHIPS[chip], say=say)
+        _compile(config, listed, chip=chip, ranks=ranks, multiprocessors=multiprocessors or CHIPS[chip], say=say)
         listed = Listed.read(listed.path)
-    return len(listed.sums)
+    return listed
 
 
 def warm_up_ranks(config: Config, ranks: Ranks) -> None:
@@ -134,7 +150,7 @@ def warm_up_ranks(config: Config, ranks: Ranks) -> None:
     chip = arch.current().target
 
     def work() -> None:
-        if chip is None or world_of(os.environ)[2] != 0:
+        if chip is None or ranks.device.type != "cuda" or world_of(os.environ)[2] != 0:
             return
         count = torch.cuda.get_device_properties(ranks.device).multi_processor_count
         try:
@@ -145,7 +161,9 @@ def warm_up_ranks(config: Config, ranks: Ranks) -> None:
     ranks.together(work)
 
 
-def _compile(config: Config, *, chip: str, ranks: int, multiprocessors: int, say: Callable[[str], None]) -> None:
+def _compile(
+    config: Config, listed: Listed, *, chip: str, ranks: int, multiprocessors: int, say: Callable[[str], None]
+) -> None:
     """Runs the process that compiles; its environment says for what."""
     number = chip.removeprefix("sm_").rstrip("a")
     environment = os.environ | {
@@ -157,7 +175,8 @@ def _compile(config: Config, *, chip: str, ranks: int, multiprocessors: int, say
         "FLASH_ATTENTION_NUM_SMS": str(multiprocessors),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-P", "-W", "ignore", "-m", "nmoe.train.compile", "--ranks", str(ranks)]
+    arguments = ["--ranks", str(ranks), "--list", str(listed.path)]
+    command = [sys.executable, "-P", "-W", "ignore", "-m", "nmoe.train.compile", *arguments]
     with tempfile.TemporaryFile("w+") as errors:
         with subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
