@@ -18,7 +18,7 @@ from nmoe.ops._cute.build import compile_kernel, fake, kernel_cache
 from nmoe.ops.adamw import Rule
 from nmoe.ops.adamw.rounding import MULTIPLIERS, words
 
-__all__ = ["step"]
+__all__ = ["moved", "step"]
 
 _THREADS = 256
 _WIDTH = 8
@@ -46,6 +46,31 @@ def _rounded(value: Float32, bits: Int32) -> BFloat16:
     if (as_bits[0] & 0x7F800000) != 0x7F800000:
         as_bits[0] = (as_bits[0] + (bits & 0xFFFF)) & -65536
     return r[0].to(BFloat16)
+
+
+@cute.jit
+def moved(
+    value: Float32,
+    grad: Float32,
+    first: BFloat16,
+    second: BFloat16,
+    place: Int64,
+    low: Int32,
+    high: Int32,
+    kept: Float32,
+    pace: Float32,
+    beta1: Float32,
+    beta2: Float32,
+    correction2: Float32,
+    eps: Float32,
+):
+    """Value and moments of one element after the update; a test compiles it for the host, too."""
+    mean = Float32(first)
+    mean = mean + (grad - mean) * (Float32(1.0) - beta1)
+    square = Float32(second) * beta2 + grad * grad * (Float32(1.0) - beta2)
+    size = cute.math.sqrt(square / correction2) + eps
+    bits = _mix(_mix(Int32(place) ^ low) ^ Int32(place >> 32) ^ high)
+    return value * kept - pace * mean / size, _rounded(mean, bits), _rounded(square, bits >> 16)
 
 
 @cute.kernel
@@ -78,16 +103,12 @@ def _step_kernel(
         cute.autovec_copy(cute.local_tile(mFirst, (width,), (item,)), rFirst)
         cute.autovec_copy(cute.local_tile(mSecond, (width,), (item,)), rSecond)
         for i in cutlass.range_constexpr(width):
-            grad = rGrad[i]
-            mean = Float32(rFirst[i])
-            mean = mean + (grad - mean) * (Float32(1.0) - beta1)
-            square = Float32(rSecond[i]) * beta2 + grad * grad * (Float32(1.0) - beta2)
-            size = cute.math.sqrt(square / correction2) + eps
-            rValue[i] = rValue[i] * kept - pace * mean / size
             place = offset + Int64(item) * width + i
-            bits = _mix(_mix(Int32(place) ^ low) ^ Int32(place >> 32) ^ high)
-            rFirst[i] = _rounded(mean, bits)
-            rSecond[i] = _rounded(square, bits >> 16)
+            numbers = (low, high, kept, pace, beta1, beta2, correction2, eps)
+            value, first, second = moved(rValue[i], rGrad[i], rFirst[i], rSecond[i], place, *numbers)
+            rValue[i] = value
+            rFirst[i] = first
+            rSecond[i] = second
         cute.autovec_copy(rValue, cute.local_tile(mValue, (width,), (item,)))
         cute.autovec_copy(rFirst, cute.local_tile(mFirst, (width,), (item,)))
         cute.autovec_copy(rSecond, cute.local_tile(mSecond, (width,), (item,)))
