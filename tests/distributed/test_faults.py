@@ -96,6 +96,25 @@ def test_stopped_rank_is_named_when_the_timeout_is_over_and_does_not_outlive_it(
     )
 
 
+def test_ranks_that_are_paused_together_go_on(tmp_path):
+    """Ctrl-Z, and `fg` after more than the timeout: nobody was waited for in that time."""
+
+    def work(comm: Shm) -> None:
+        for step in steps_of(comm, 2.0):
+            comm.alarm.watcher.beat("a layer", step=step + 1)
+            comm.alarm.watcher.limit(2.0)
+            (tmp_path / str(comm.rank)).write_text(str(step))
+
+    with Ranks(SIZE, over_shm, work) as ranks:
+        await_steps(tmp_path, 3)
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for rank in range(SIZE):
+                ranks.signal(rank, number)
+            time.sleep(3.5 if number == signal.SIGSTOP else 0.5)
+        step = int((tmp_path / "0").read_text() or 0)
+        await_steps(tmp_path, step + 3)
+
+
 def test_wrong_count_is_found_by_the_owner(tmp_path, monkeypatch):
     real, calls = plan_op.plan, itertools.count()
 

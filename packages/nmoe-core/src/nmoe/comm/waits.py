@@ -17,6 +17,7 @@ __all__ = ["await_all", "await_barrier", "lost", "number_in_run", "peer_fault"]
 
 _SPINS = 32  # polls before the first sleep: ranks that run at once meet in microseconds
 _SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 500e-6
+_LONGEST_POLL_S = 1.0  # of longer ones this process was stopped, and so perhaps were all
 
 
 def lost(rank: int, peer: int, *, layer: int, phase: Phase, expected: object, seen: object) -> str:
@@ -89,7 +90,7 @@ def _await(
     alarm: Alarm | None,
     complain: Callable[[int, int, str], PeerFault],
 ) -> None:
-    deadline, polls, nap = time.monotonic() + timeout_s, 0, _SLEEP_S
+    waited_s, before, polls, nap = 0.0, time.monotonic(), 0, _SLEEP_S
     if alarm:
         alarm.watcher.check()
     while flags().min() < epoch:
@@ -99,6 +100,8 @@ def _await(
             continue
         time.sleep(nap)
         nap = min(2 * nap, _LONGEST_SLEEP_S)
+        now = time.monotonic()
+        waited_s, before = waited_s + min(now - before, _LONGEST_POLL_S), now
         gone: set[int] = set()
         if alarm:
             alarm.watcher.check()
@@ -107,5 +110,5 @@ def _await(
         for peer in np.flatnonzero(flag_P < epoch).tolist():
             if ranks[peer] in gone:
                 raise complain(peer, int(flag_P[peer]), "of a process that has ended")
-            if time.monotonic() > deadline:
+            if waited_s > timeout_s:
                 raise complain(peer, int(flag_P[peer]), f"after {timeout_s:g} s")
