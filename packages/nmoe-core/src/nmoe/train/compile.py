@@ -50,13 +50,13 @@ class _Peers:
 
     rank, device, alarm = 0, torch.device("cpu"), None
 
-    def __init__(self, size: int) -> None:
-        self.size, self.ranks, self.node_size = size, range(size), size
+    def __init__(self, size: int, node_size: int) -> None:
+        self.size, self.ranks, self.node_size = size, range(size), node_size
 
     def symmetric(self, name: str, *, nbytes: int) -> Symmetric:
         del name
         memory = torch.empty(nbytes, dtype=torch.uint8)
-        return Symmetric(local=memory, peers=(memory,) * self.size)
+        return Symmetric(local=memory, peers=tuple(memory if p < self.node_size else None for p in self.ranks))
 
     def barrier(self) -> None: ...
 
@@ -68,9 +68,10 @@ def tasks_of(config: Config, *, ranks: int) -> list[Task]:
     config = replace(config, rdep=replace(config.rdep, sizes="bound"))  # others are known in a step only
     rows, length = config.train.micro_batch_size, config.data.seq_len
     with FakeTensorMode(), listing() as tasks:
-        model = Transformer(config, comm=_Peers(ranks))
+        peers = _Peers(ranks, config.rdep.node_size or ranks)
+        model = Transformer(config, comm=peers)
         if ranks > 1:
-            model.connect(exchange_of(config, _Peers(ranks), dtype=model.dtype))
+            model.connect(exchange_of(config, peers, dtype=model.dtype))
         else:  # as the trainer does
             for experts in [module for module in model.modules() if isinstance(module, Experts)]:
                 experts.hold(copies=False)

@@ -148,9 +148,12 @@ def warm_up(
 def warm_up_ranks(config: Config, ranks: Ranks) -> None:
     """`warm_up` of a run on GPUs: on each machine the first of its ranks sees to it, and the others wait."""
     chip = arch.current().target
+    _, _, place, here = world_of(os.environ)
+    if not config.rdep.node_size and ranks.expert_size > here:  # the ranks of a machine are a node
+        config = replace(config, rdep=replace(config.rdep, node_size=here))
 
     def work() -> None:
-        if chip is None or ranks.device.type != "cuda" or world_of(os.environ)[2] != 0:
+        if chip is None or ranks.device.type != "cuda" or place != 0:
             return
         count = torch.cuda.get_device_properties(ranks.device).multi_processor_count
         try:

@@ -19,6 +19,7 @@ from cuda.bindings.driver import CUstream  # type: ignore[attr-defined]
 from cutlass import Int32, Int64
 
 from nmoe.errors import EnvironmentFault
+from nmoe.ops._cute import build as kept
 from nmoe.ops._cute.build import enter_context
 
 __all__ = ["compile_with_puts", "put_block", "quiet", "ready", "see", "signal"]
@@ -117,6 +118,8 @@ def ready(build: Callable[..., Any]) -> Callable[..., Any]:
         return kernel
 
     def launch(*key: Any) -> Callable[..., None]:
+        if kept.ask is not None:  # a listing of kernels on disk, of which this is none
+            return lambda *_: None
         kernel = loaded(*key)
         return lambda *numbers: kernel(*numbers, CUstream(torch.cuda.current_stream().cuda_stream))
 
