@@ -78,7 +78,7 @@ def main() -> int:
         written = {cells[0].strip("`"): cells[1 + CHIPS.index(chip)] for cells in rows}
         compiled = column(chip)
         names = sorted(written.keys() | compiled.keys())
-        wrong = [name for name in names if written.get(name) != compiled.get(name)]
+        wrong = [name for name in names if written.get(name, "") != compiled.get(name, "")]
         for name in wrong:
             sys.stdout.write(f"{PAGE.name}: {name}: {written.get(name)}, compiled for {chip}: {compiled.get(name)}\n")
         return 1 if wrong else 0
