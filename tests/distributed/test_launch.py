@@ -21,7 +21,7 @@ from nmoe.data import loader
 from nmoe.data.builtin import make_python_docs
 from nmoe.formats.metrics import open_store
 from nmoe.formats.runs import read_run
-from nmoe.train import evaluate
+from nmoe.train import evaluate, run
 from nmoe.train.slurm import first_host, slurm_environment
 
 SOON_S = 12.0
@@ -128,10 +128,10 @@ def test_ranks_of_two_nodes_end_together(folder, ep):
         settings = (f"parallel.ep={ep}", "rdep.timeout_s=1.5", "train.steps=100000", "checkpoint.every=2")
         return cli.train(["tiny.toml", *(word for setting in settings for word in ("--set", setting))])
 
-    run = folder / "runs" / "tiny"
+    tiny = folder / "runs" / "tiny"
     with Ranks(4, rank) as ranks:
         until = time.monotonic() + 120
-        while len(list_checkpoints(run / "checkpoints")) < 2:
+        while len(list_checkpoints(tiny / "checkpoints")) < 2:
             assert time.monotonic() < until
             time.sleep(0.01)
         ranks.signal(3, signal.SIGSTOP)
@@ -139,7 +139,7 @@ def test_ranks_of_two_nodes_end_together(folder, ep):
         outcomes = ranks.wait()
         assert time.monotonic() - began < SOON_S
     assert [outcome.exit_code for outcome in outcomes] == [LOST, LOST, LOST, -signal.SIGKILL]
-    record = read_run(run)
+    record = read_run(tiny)
     assert record.status == "failed"
     assert record.error
     assert "lost rank 3" in record.error
@@ -150,17 +150,18 @@ def test_slow_rank_is_waited_for(folder, monkeypatch):
     commit, read = store.commit, loader.held_out_batches
 
     def slow_commit(*arguments, **options):
-        time.sleep(3.0)
+        time.sleep(3.5)
         commit(*arguments, **options)
 
     def slow_read(*arguments, rank, **options):
         for batch in read(*arguments, rank=rank, **options):
-            time.sleep(0.5 * rank)
+            time.sleep(0.6 * rank)
             yield batch
 
     monkeypatch.setattr(save, "commit", slow_commit)
     monkeypatch.setattr(evaluate, "held_out_batches", slow_read)
-    slow = ("train.steps=3", "train.eval_every=1", "train.eval_batches=12", "checkpoint.every=2", "rdep.timeout_s=0.5")
+    monkeypatch.setattr(run, "_SLOWER", 0.0)  # a second, whatever a step takes
+    slow = ("train.steps=4", "train.eval_every=2", "train.eval_batches=8", "checkpoint.every=2", "rdep.timeout_s=1.0")
     with Command(
         folder, "--nproc", "2", "--restarts", "0", "parallel.ep=1", "schedule.decay_steps=0", *slow
     ) as command:

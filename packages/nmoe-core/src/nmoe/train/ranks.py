@@ -11,6 +11,7 @@ Everything here is a collective: all ranks call it, in the same order. With one 
 every call returns at once.
 """
 
+import logging
 import math
 import os
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from nmoe.errors import ConfigError, NmoeError
 
 __all__ = ["Ranks", "join_ranks", "world_of"]
 
+_log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 # The watchers end a wait before, with a message that says for whom it was.
 _PATIENCE = timedelta(seconds=PATIENCE_S + 300)
@@ -162,6 +164,11 @@ def join_ranks(config: Config, device: torch.device) -> Ranks:
     experts = _expert_ranks(config, size, local_size)
     if size == 1:
         return Ranks(rank=0, size=1, device=device)
+    if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        _log.warning(
+            "torchrun uses one store for all starts: after a lost rank no start would succeed; "
+            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on each node"
+        )
     store, _, _ = next(rendezvous("env://", timeout=_PATIENCE))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
