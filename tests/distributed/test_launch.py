@@ -111,7 +111,9 @@ def test_stopped_rank_is_named_and_all_start_again(folder):
     lines = [line for line in command.errors.splitlines() if "starting again with 2 ranks" in line]
     assert len(lines) == 1, command.errors
     place = r"step \d+, (waiting for data|micro batch \d|the sums over ranks|the update|a checkpoint)"
-    line = rf"lost rank 1: no progress for [234] s in {place}; its process does not run \(rank 1 was ended by SIGKILL\): .*"
+    line = (
+        rf"lost rank 1: no progress for \d+ s in {place}; its process does not run \(rank 1 was ended by SIGKILL\): .*"
+    )
     assert re.fullmatch(line, lines[0]), lines[0]
     assert "Traceback" not in command.errors
     assert "going on with runs/tiny at step" in command.errors
@@ -150,7 +152,8 @@ def test_slow_rank_is_waited_for(folder, monkeypatch):
     commit, read = store.commit, loader.held_out_batches
 
     def slow_commit(*arguments, **options):
-        time.sleep(3.5)
+        if options["step"] == 2:
+            time.sleep(4.0)  # the third one comes before it is over
         commit(*arguments, **options)
 
     def slow_read(*arguments, rank, **options):
@@ -161,7 +164,7 @@ def test_slow_rank_is_waited_for(folder, monkeypatch):
     monkeypatch.setattr(save, "commit", slow_commit)
     monkeypatch.setattr(evaluate, "held_out_batches", slow_read)
     monkeypatch.setattr(run, "_SLOWER", 0.0)  # a second, whatever a step takes
-    slow = ("train.steps=4", "train.eval_every=2", "train.eval_batches=8", "checkpoint.every=2", "rdep.timeout_s=1.0")
+    slow = ("train.steps=4", "train.eval_every=2", "train.eval_batches=8", "checkpoint.every=1", "rdep.timeout_s=1.0")
     with Command(
         folder, "--nproc", "2", "--restarts", "0", "parallel.ep=1", "schedule.decay_steps=0", *slow
     ) as command:
