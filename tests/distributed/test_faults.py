@@ -107,10 +107,13 @@ def test_ranks_that_are_paused_together_go_on(tmp_path):
 
     with Ranks(SIZE, over_shm, work) as ranks:
         await_steps(tmp_path, 3)
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            for rank in range(SIZE):
-                ranks.signal(rank, number)
-            time.sleep(3.5 if number == signal.SIGSTOP else 0.5)
+        for rank in range(SIZE):  # the later ones wait for the first already
+            ranks.signal(rank, signal.SIGSTOP)
+            time.sleep(0.1)
+        time.sleep(3.0)
+        for rank in reversed(range(SIZE)):  # those that waited wake before those that they wait for
+            ranks.signal(rank, signal.SIGCONT)
+            time.sleep(0.2)
         step = int((tmp_path / "0").read_text() or 0)
         await_steps(tmp_path, step + 3)
 
