@@ -115,7 +115,7 @@ def test_what_cannot_be_done_is_one_line(run, tmp_path, capsys):
             "empty: no checkpoint; expected a run's folder or one of its checkpoints",
         ),
         (["consolidate", str(tmp_path / "empty"), str(tmp_path / "x")], "empty: no complete checkpoint"),
-        (["consolidate", str(run), str(tmp_path / "empty")], "empty: exists already"),
+        (["consolidate", str(run), str(tmp_path / "damaged")], "damaged: exists already"),
         (["consolidate", str(tmp_path / "damaged"), str(tmp_path / "x")], "__0_0.distcp: "),
     ):
         assert main(arguments) == 2

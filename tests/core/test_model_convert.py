@@ -91,7 +91,7 @@ def test_generate_draws_by_seed(run):
     ("arguments", "message"),
     [
         (["nowhere"], "nowhere: no complete checkpoint"),
-        (["RUN", "--top-p", "0"], "--top-p: 0.0 is out of range"),
+        (["RUN", "--top-p", "0"], "--top-p 0.0: expected more than 0"),
         (["RUN", "--tokenizer", "missing.json"], "tokenizer 'missing.json': not found"),
     ],
 )

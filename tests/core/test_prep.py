@@ -157,7 +157,7 @@ def test_prep_refuses_what_it_would_overwrite(corpus, tmp_path, capsys):
         (["a.txt", "--val-fraction", "-0.1"], "--val-fraction -0.1: expected 0 or more"),
         (["a.txt", "--shard-tokens", "1"], "--shard-tokens 1: expected 2 or more"),
         (["a.txt", "--tokenizer", "nowhere.json"], "nowhere.json"),
-        (["a.txt", "--output", "a.txt/out"], "a.txt/out: Not a directory"),
+        (["a.txt", "--output", "a.txt/out"], "--output a.txt/out: cannot make this folder (a.txt is not a folder)"),
     ],
 )
 def test_prep_refuses_in_one_line(arguments, message, corpus, monkeypatch, capsys):

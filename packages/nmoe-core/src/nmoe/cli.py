@@ -1,34 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """`nmoe-train` and `nmoe-prep`: arguments in, exit status out.
 
-An error that the user can mend is one line and exit status 2 (a file system that refuses is one), failed work is 1, a
-run that a signal stopped is 128 plus the signal's number, as a shell says it. PyTorch is imported only when a run begins,
-so that help, checks of a config and `--dry-run` answer at once, also where it is not installed.
+`nmoe.commands` says what each status means. PyTorch is imported only when a run begins, so that help, checks of a config
+and `--dry-run` answer at once, also where it is not installed.
 """
 
 import argparse
 import functools
 import importlib.util
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import nmoe
+from nmoe.commands import exit_status
 from nmoe.config import Config, load_config
 from nmoe.data.builtin import make_python_docs
 from nmoe.data.imports import DTYPES, find_token_files, import_tokens
 from nmoe.data.prep import PrepSummary, find_inputs, prepare
-from nmoe.errors import ConfigError, EnvironmentFault, NmoeError, line_of
+from nmoe.errors import ConfigError, EnvironmentFault, line_of
 from nmoe.formats.tokenizers import load_tokenizer
+from nmoe.words import MOST_INT
 
 if TYPE_CHECKING:
     from nmoe.train.run import Outcome
 
-__all__ = ["exit_status", "prep", "prep_parser", "train", "train_parser"]
+__all__ = ["prep", "prep_parser", "train", "train_parser"]
 
 
 def train_parser() -> argparse.ArgumentParser:
@@ -103,39 +104,27 @@ def prep_parser() -> argparse.ArgumentParser:
         "--val-fraction",
         metavar="F",
         type=float,
-        help="share of the documents held out, 0 to 1; makes DIR/train and DIR/val (default: 0, DIR alone)",
+        help="share of the documents held out, 0 or more and less than 1; makes DIR/train and DIR/val (default: 0, DIR alone)",
     )
     parser.add_argument("--shard-tokens", metavar="N", type=int, help="largest shard, in tokens (default: 100000000)")
     parser.add_argument("--version", action="version", version=f"nmoe-core {nmoe.__version__}")
     return parser
 
 
-def exit_status(work: Callable[[], int]) -> int:
-    """Runs `work`; turns an error that the user can mend into one line and status 2."""
-    try:
-        status = work()
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:  # whoever read the output, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    except (NmoeError, OSError) as error:
-        line = line_of(error)
-        if line is None:
-            raise
-        print(f"error: {line}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:  # before a run begins or in nmoe-prep; a run that trains stops with a checkpoint
-        return 128 + signal.SIGINT
-
-
 def train(arguments: Sequence[str] | None = None) -> int:
     """Entry point of `nmoe-train`."""
     options = train_parser().parse_args(arguments)
-    return exit_status(lambda: _train(options))
+    place = Path(options.profile) if options.profile else None
+    return exit_status(_train, options, place=place, stopped="stopped before the run began")
 
 
 def _train(options: argparse.Namespace) -> int:
+    for name, least in (("nproc", 1), ("restarts", 0)):
+        number = getattr(options, name)
+        if number is not None and not least <= number <= MOST_INT:
+            raise ConfigError(f"--{name} {number}: expected {least} or more")
+    if options.profile and (options.nproc or 1) > 1:
+        raise ConfigError(f"--profile looks at one process; leave out --nproc {options.nproc}")
     config = load_config(options.config, options.overrides)
     for name, least in (("nproc", 1), ("restarts", 0)):
         if (number := getattr(options, name)) is not None and number < least:
@@ -147,7 +136,7 @@ def _train(options: argparse.Namespace) -> int:
     if options.dry_run:
         from nmoe.train.plan import format_plan, make_plan
 
-        print(format_plan(make_plan(config), config=config))
+        print(format_plan(make_plan(config, nproc=options.nproc), config=config))
         return 0
     if importlib.util.find_spec("torch") is None:
         raise EnvironmentFault(
@@ -165,7 +154,12 @@ def _train(options: argparse.Namespace) -> int:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.nproc)))
     from nmoe.train.launch import launch
 
-    end = launch(config, nproc=options.nproc, restarts=options.restarts, fresh=options.fresh)
+    try:
+        end = launch(config, nproc=options.nproc, restarts=options.restarts, fresh=options.fresh)
+    except OSError as error:
+        if line := line_of(error, place=config.run.root):
+            raise EnvironmentFault(line) from None
+        raise
     for line in _summary(end.outcome, root=config.run.root) if end.outcome else ():
         print(line)
     if end.error:
@@ -188,7 +182,7 @@ def _profile(config: Config, folder: Path) -> int:
 def _refuse_unwritable(root: Path, *, what: str) -> None:
     """Raises where no run folder can be made, before seconds go into loading PyTorch and data."""
     place = root
-    while not place.exists():
+    while not os.path.lexists(place):
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         raise EnvironmentFault(f"{what} = {root}: {place} is not a folder that can be written; set {what} to one")
@@ -230,7 +224,7 @@ def _printable(text: str) -> str:
 def prep(arguments: Sequence[str] | None = None) -> int:
     """Entry point of `nmoe-prep`."""
     options = prep_parser().parse_args(arguments)
-    return exit_status(lambda: _prep(options))
+    return exit_status(_prep, options, place=Path(options.output))
 
 
 def _prep(options: argparse.Namespace) -> int:
@@ -249,14 +243,14 @@ def _prep(options: argparse.Namespace) -> int:
     if not 0 <= fraction < 1:
         raise ConfigError(f"--val-fraction {fraction}: expected 0 or more and less than 1")
     shard_tokens = 100_000_000 if options.shard_tokens is None else options.shard_tokens
-    if shard_tokens < 2:
-        raise ConfigError(f"--shard-tokens {shard_tokens}: expected 2 or more")
+    if not 2 <= shard_tokens <= MOST_INT:
+        raise ConfigError(f"--shard-tokens {shard_tokens}: expected 2 or more, at most {MOST_INT}")
     inputs = find_token_files(options.inputs) if options.tokens else find_inputs(options.inputs)
     tokenizer = load_tokenizer(options.tokenizer or "bytes")
     make = functools.partial(import_tokens, dtype=options.tokens) if options.tokens else prepare
     with _PrepProgress() as progress:
         summary = make(
-            inputs,
+            inputs.files,
             tokenizer=tokenizer,
             output=output,
             val_fraction=fraction,
@@ -264,7 +258,16 @@ def _prep(options: argparse.Namespace) -> int:
             report=progress.show,
         )
     _print_prepared(summary, output)
+    if inputs.skipped:
+        print(f"not read: {_listed(inputs.skipped)}", file=sys.stderr)
     return 0
+
+
+def _listed(skipped: "Counter[str]") -> str:
+    """What was left out of the input, the most frequent first: 3 .pdf, 1 linked folder."""
+    listed = skipped.most_common(8)
+    rest = skipped.total() - sum(count for _, count in listed)
+    return ", ".join([f"{count:,} {what}" for what, count in listed] + ([f"{rest:,} of other kinds"] if rest else []))
 
 
 class _PrepProgress:

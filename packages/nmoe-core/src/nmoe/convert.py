@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING
 
 import nmoe
 from nmoe.checkpoint.store import CheckpointInfo, commit, find_checkpoint, verify
+from nmoe.commands import exit_status
 from nmoe.config import Config, config_from_tables
 from nmoe.config.text import format_value
-from nmoe.errors import CheckpointError, DataError, EnvironmentFault, NmoeError
+from nmoe.errors import CheckpointError, DataError, EnvironmentFault
+from nmoe.formats.files import new_folder
 from nmoe.formats.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
@@ -45,12 +47,6 @@ _TOKENIZER_FILES = (
 _KEPT = (*_TOKENIZER_FILES, "generation_config.json")
 
 
-def _new_folder(path: Path) -> None:
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise DataError(f"{path}: exists already; name a folder that does not")
-    path.mkdir(parents=True, exist_ok=True)
-
-
 def import_folder(source: Path, run: Path) -> tuple[Config, int]:
     """Make a run's folder with a checkpoint at step 0 from a Hugging Face model.
 
@@ -71,18 +67,18 @@ def import_folder(source: Path, run: Path) -> tuple[Config, int]:
     with HFFolder(source) as folder:
         config, text = config_from_hf(folder.config, where=str(source / "config.json"))
         folder.check(config)
-        _new_folder(run)
         building = run / "checkpoints" / ".step-00000000.tmp"
-        building.mkdir(parents=True)
-        with tempfile.TemporaryDirectory(dir=building.parent, prefix=".staging-") as staging:
-            tensors = _staged(folder, config, Path(staging))
-            write_tensors(building, tensors)
-        tables = {section: dict(table) for section, table in _tables(config).items()}
-        target = run / "checkpoints" / "step-00000000"
-        commit(building, target, step=0, state={"step": 0, "weights_only": True}, config=tables)
-    start = f"[run]\nname = {format_value(run.name)}\nstart_from = {format_value(str(run))}\n\n"
-    (run / "config.toml").write_text(start + text, encoding="utf-8")
-    _copy(source, run / "hf", _KEPT)
+        with new_folder(run):
+            building.mkdir(parents=True)
+            with tempfile.TemporaryDirectory(dir=building.parent, prefix=".staging-") as staging:
+                tensors = _staged(folder, config, Path(staging))
+                write_tensors(building, tensors)
+            tables = {section: dict(table) for section, table in _tables(config).items()}
+            target = run / "checkpoints" / "step-00000000"
+            commit(building, target, step=0, state={"step": 0, "weights_only": True}, config=tables)
+            start = f"[run]\nname = {format_value(run.name)}\nstart_from = {format_value(str(run))}\n\n"
+            (run / "config.toml").write_text(start + text, encoding="utf-8")
+            _copy(source, run / "hf", _KEPT)
     return config, len(tensors)
 
 
@@ -90,13 +86,13 @@ def _staged(folder, config: Config, staging: Path) -> "dict[str, Tensor]":
     """Every tensor of the model in files of its own, so that the whole never has to be in memory."""
     import torch
 
+    from nmoe.checkpoint.save import tensor_in_file
     from nmoe.model.hf import entries
     from nmoe.model.hf_files import state_shapes
 
     tensors = {}
     for number, (name, shape) in enumerate(state_shapes(config).items()):
-        size = torch.Size(shape).numel()
-        tensors[name] = torch.from_file(str(staging / str(number)), shared=True, size=size).view(shape)
+        tensors[name] = tensor_in_file(staging / str(number), shape=shape, dtype=torch.float32)
     for entry in entries(config):
         target = tensors[entry.ours] if entry.expert is None else tensors[entry.ours][entry.expert]
         target.copy_(folder.read(entry))
@@ -164,6 +160,9 @@ def export_run(source: Path, target: Path, *, dtype: "torch.dtype", tokenizer: P
     from nmoe.model.hf_files import state_shapes, write_folder
 
     info = find_checkpoint(source)
+    files = _tokenizer_files(source / "hf" if tokenizer is None else tokenizer)
+    if tokenizer is not None and not files:
+        raise DataError(f"--tokenizer {tokenizer}: no tokenizer.json, nor a folder with tokenizer files")
     config = config_from_tables(dict(info.config), where=str(info.path), name="exported")
     hf = config_to_hf(config)
     for problem in verify(info):
@@ -172,27 +171,23 @@ def export_run(source: Path, target: Path, *, dtype: "torch.dtype", tokenizer: P
     for name in sorted(state.keys() ^ expected):
         where = "lacks" if name in expected else "has unknown"
         raise CheckpointError(f"{info.path}: {where} {name}; it was written by another version of the model")
-    _new_folder(target)
-    write_folder(target, config=config, state=state, dtype=dtype)
-    eos = _copy_tokenizer(source, target, tokenizer)
+    eos = load_tokenizer(str(files["tokenizer.json"])).eos_id if "tokenizer.json" in files else None
     hf |= {"torch_dtype": str(dtype).removeprefix("torch."), "eos_token_id": eos}
-    _write_json(target / "config.json", hf)
-    if not (target / "generation_config.json").is_file():
-        _write_json(target / "generation_config.json", {"_from_model_config": True, "eos_token_id": eos})
+    with new_folder(target):
+        write_folder(target, config=config, state=state, dtype=dtype)
+        for name, file in files.items():
+            shutil.copyfile(file, target / name)
+        _write_json(target / "config.json", hf)
+        if "generation_config.json" not in files:
+            _write_json(target / "generation_config.json", {"_from_model_config": True, "eos_token_id": eos})
     return config
 
 
-def _copy_tokenizer(source: Path, target: Path, tokenizer: Path | None) -> int | None:
-    """Copy tokenizer files; returns the id that ends a document, where the tokenizer is known."""
-    if tokenizer is None:
-        _copy(source / "hf", target, _KEPT)
-    elif tokenizer.is_dir():
-        _copy(tokenizer, target, _KEPT)
-    else:
-        shutil.copyfile(tokenizer, target / "tokenizer.json")
-    if (target / "tokenizer.json").is_file():
-        return load_tokenizer(str(target / "tokenizer.json")).eos_id
-    return None
+def _tokenizer_files(place: Path) -> dict[str, Path]:
+    """Files to copy beside a model, by name: those of a folder, or a tokenizer.json of any name."""
+    if place.is_file():
+        return {"tokenizer.json": place}
+    return {name: place / name for name in _KEPT if (place / name).is_file()}
 
 
 def _write_json(path: Path, value: Mapping[str, object]) -> None:
@@ -225,14 +220,14 @@ def convert_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of `nmoe-convert`."""
     options = convert_parser().parse_args(arguments)
+    return exit_status(_convert, options, place=options.target)
+
+
+def _convert(options: argparse.Namespace) -> int:
+    if importlib.util.find_spec("torch") is None:
+        raise EnvironmentFault("nmoe-convert needs PyTorch: install nmoe-core[train]")
     work: Callable[[argparse.Namespace], str] = _from_hf if options.verb == "from-hf" else _to_hf
-    try:
-        if importlib.util.find_spec("torch") is None:
-            raise EnvironmentFault("nmoe-convert needs PyTorch: install nmoe-core[train]")
-        sys.stdout.write(work(options) + "\n")
-    except NmoeError as error:
-        sys.stderr.write("error: " + " ".join(str(error).splitlines()) + "\n")
-        return 2
+    sys.stdout.write(work(options) + "\n")
     return 0
 
 
@@ -247,4 +242,6 @@ def _to_hf(options: argparse.Namespace) -> str:
 
     dtype = torch.bfloat16 if options.dtype == "bf16" else torch.float32
     export_run(options.source, options.target, dtype=dtype, tokenizer=options.tokenizer)
-    return f"{options.target}: written"
+    tokens = any((options.target / name).is_file() for name in _TOKENIZER_FILES)
+    lacking = "no tokenizer files, the run has none (bytes need none); --tokenizer adds one"
+    return f"{options.target}: written" + ("" if tokens else f"; {lacking}")

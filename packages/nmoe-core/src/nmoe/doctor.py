@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import nmoe
 from nmoe.arch import Arch, arch_of
-from nmoe.cli import exit_status
 from nmoe.comm import probe
+from nmoe.commands import exit_status
 from nmoe.config import Config, load_config
 from nmoe.errors import ConfigError, EnvironmentFault
 
@@ -379,7 +379,7 @@ def doctor_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of `nmoe-doctor`."""
     options = doctor_parser().parse_args(arguments)
-    return exit_status(lambda: _report(options))
+    return exit_status(_report, options)
 
 
 def _write(line: Finding | str) -> None:

@@ -6,6 +6,11 @@ keeps its traceback. A message says where, what was found, what was expected and
 """
 
 import errno
+import os
+from pathlib import Path
+from typing import Any
+
+from nmoe import words
 
 __all__ = [
     "CheckpointError",
@@ -15,6 +20,7 @@ __all__ = [
     "FormatError",
     "NmoeError",
     "PeerFault",
+    "free_bytes",
     "line_of",
 ]
 
@@ -57,15 +63,38 @@ class PeerFault(NmoeError):
         self.heard = heard
 
 
-_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_OF_THE_DISK = (*_FULL, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
-def line_of(error: BaseException) -> str | None:
-    """What to print of an error that the user can mend, in one line; None for a defect, which keeps its traceback."""
+def line_of(error: BaseException, *, place: str | os.PathLike[str] | None = None) -> str | None:
+    """What to print of an error that the user can mend, in one line; None for a defect, which keeps its traceback.
+
+    Args:
+        error: the error.
+        place: where the command writes, for an error that does not know: a write has no name.
+    """
     if isinstance(error, NmoeError):
         return " ".join(str(error).splitlines())
-    if isinstance(error, OSError) and error.filename is not None:  # about a file of the user's
+    if not isinstance(error, OSError):
+        return None
+    where = error.filename if error.filename is not None else place
+    if error.errno in _OF_THE_DISK:
+        return f"{'' if where is None else f'{where}: '}cannot write: {error.strerror}{_advice(error, where)}"
+    if error.filename is not None:  # about a file of the user's
         return f"{error.filename}: {error.strerror}"
-    if isinstance(error, OSError) and error.errno in _OF_THE_DISK:  # a write knows no name
-        return f"cannot write: {error.strerror}; make room, and give the same command again"
     return None
+
+
+def _advice(error: OSError, where: Any) -> str:
+    if error.errno not in _FULL:
+        return "; choose another place" if error.errno == errno.EROFS else "; look at the disk, and try again"
+    free = "" if where is None else f" ({words.size(free_bytes(where))} free there)"
+    return f"{free}; make room, and give the same command again"
+
+
+def free_bytes(place: str | os.PathLike[str]) -> int:
+    """Room for this user on the disk of a path, or of the nearest folder above that is there, in bytes."""
+    path = Path(place).resolve()
+    disk = os.statvfs(next(folder for folder in (path, *path.parents) if folder.exists()))
+    return disk.f_bavail * disk.f_frsize

@@ -8,6 +8,7 @@ import argparse
 import codecs
 import dataclasses
 import importlib.util
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,10 +17,12 @@ from typing import TYPE_CHECKING
 import nmoe
 from nmoe import arch
 from nmoe.checkpoint.store import find_checkpoint
+from nmoe.commands import exit_status
 from nmoe.config import Config, config_from_tables
-from nmoe.errors import DataError, EnvironmentFault, NmoeError
+from nmoe.errors import ConfigError, DataError, EnvironmentFault
 from nmoe.formats.shards import open_shards
 from nmoe.formats.tokenizers import Tokenizer, load_tokenizer
+from nmoe.words import MOST_INT
 
 if TYPE_CHECKING:
     from nmoe.model.transformer import Transformer
@@ -118,26 +121,22 @@ def generate_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of `nmoe-generate`."""
     options = generate_parser().parse_args(arguments)
-    try:
-        _generate(options)
-    except NmoeError as error:
-        sys.stderr.write("error: " + " ".join(str(error).splitlines()) + "\n")
-        return 2
-    return 0
+    return exit_status(_generate, options)
 
 
-def _generate(options: argparse.Namespace) -> None:
+def _generate(options: argparse.Namespace) -> int:
+    for name, good, expected in (
+        ("max_tokens", 0 <= options.max_tokens <= MOST_INT, f"0 to {MOST_INT}"),
+        ("temperature", 0 <= options.temperature < math.inf, "0 or more, and finite"),
+        ("top_p", 0 < options.top_p <= 1, "more than 0, at most 1"),
+        ("seed", 0 <= options.seed <= MOST_INT, f"0 to {MOST_INT}"),
+    ):
+        if not good:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected {expected}")
     if importlib.util.find_spec("torch") is None:
         raise EnvironmentFault("nmoe-generate needs PyTorch: install nmoe-core[train]")
     from nmoe.model.generate import stream
 
-    for name, good in (
-        ("max-tokens", options.max_tokens >= 0),
-        ("temperature", options.temperature >= 0),
-        ("top-p", 0 < options.top_p <= 1),
-    ):
-        if not good:
-            raise DataError(f"--{name}: {getattr(options, name.replace('-', '_'))} is out of range")
     model = load_run(options.run, dtype=options.dtype)
     tokenizer = tokenizer_of(options.run, model.config, options.tokenizer)
     (prompt,) = tokenizer.encode_batch([options.prompt])
@@ -155,3 +154,4 @@ def _generate(options: argparse.Namespace) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     sys.stdout.write("\n")
+    return 0

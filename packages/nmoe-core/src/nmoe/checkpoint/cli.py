@@ -11,8 +11,6 @@ but for `consolidate`, and takes no lock: it may be used on a run that trains.
 
 import argparse
 import importlib.util
-import os
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +19,9 @@ from pathlib import Path
 
 import nmoe
 from nmoe.checkpoint.store import MANIFEST, CheckpointInfo, find_checkpoint, list_folders, read_checkpoint, verify
-from nmoe.errors import CheckpointError, EnvironmentFault, NmoeError
+from nmoe.commands import exit_status
+from nmoe.errors import CheckpointError, EnvironmentFault
+from nmoe.words import size
 
 __all__ = ["checkpoint_parser", "main"]
 
@@ -51,30 +51,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of `nmoe-checkpoint`."""
     options = checkpoint_parser().parse_args(arguments)
     work = {"ls": _ls, "verify": _verify, "consolidate": _consolidate}[options.verb]
-    try:
-        status = work(options)
-        sys.stdout.flush()
-        return status
-    except NmoeError as error:
-        print("error: " + " ".join(str(error).splitlines()), file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # whoever read the output, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    except OSError as error:
-        if error.filename is None:
-            raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    return exit_status(work, options, place=getattr(options, "target", None))
 
 
-def _folders(paths: Sequence[Path]) -> Iterator[Path]:
-    """Folders that are, or once were to be, checkpoints; oldest first in each run."""
+def _folders(paths: Sequence[Path]) -> Iterator[Path | CheckpointError]:
+    """Folders that are, or once were to be, checkpoints, oldest first in each run; an error for a path that is neither."""
     for path in paths:
         if not path.is_dir():
-            raise CheckpointError(f"{path}: no such folder; expected a run's folder or one of its checkpoints")
+            yield CheckpointError(f"{path}: no such folder; expected a run's folder or one of its checkpoints")
+            continue
         inside = path / "checkpoints"
         found = list_folders(inside if inside.is_dir() else path)
         if found:
@@ -82,7 +67,7 @@ def _folders(paths: Sequence[Path]) -> Iterator[Path]:
         elif (path / MANIFEST).exists() or path.name.startswith("step-"):
             yield path
         else:
-            raise CheckpointError(f"{path}: no checkpoint; expected a run's folder or one of its checkpoints")
+            yield CheckpointError(f"{path}: no checkpoint; expected a run's folder or one of its checkpoints")
 
 
 def _read(path: Path) -> CheckpointInfo | str:
@@ -97,39 +82,52 @@ def _read(path: Path) -> CheckpointInfo | str:
         return str(error)
 
 
+def _say(error: CheckpointError) -> int:
+    """Prints why a path is left out, and gives the status; the other paths are looked at all the same."""
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+
+
 def _ls(options: argparse.Namespace) -> int:
     status, folders = 0, list(_folders(options.paths))
-    print(f"{'step':>8}  {'size':>9}  {'files':>5}  {'written (UTC)':16}  checkpoint")
+    if any(isinstance(path, Path) for path in folders):
+        print(f"{'step':>8}  {'size':>9}  {'files':>5}  {'written (UTC)':16}  checkpoint")
     for path in folders:
+        if isinstance(path, CheckpointError):
+            status = _say(path)
+            continue
         info = _read(path)
         if isinstance(info, str):
-            status = status if path.name.startswith(".") else 1
+            status = status if path.name.startswith(".") else max(1, status)
             print(info, file=sys.stderr)
             continue
         written = datetime.fromtimestamp(info.written_at, UTC).strftime("%Y-%m-%d %H:%M")
-        print(f"{info.step:8d}  {_size(info.num_bytes):>9}  {len(info.files):5d}  {written:16}  {info.path}")
+        print(f"{info.step:8d}  {size(info.num_bytes):>9}  {len(info.files):5d}  {written:16}  {info.path}")
     return status
 
 
 def _verify(options: argparse.Namespace) -> int:
     status = 0
     for path in _folders(options.paths):
+        if isinstance(path, CheckpointError):
+            status = _say(path)
+            continue
         info, began = _read(path), time.monotonic()
         if isinstance(info, str):
             problems = [info]
         else:
             if sys.stderr.isatty():
-                print(f"{info.path}: reading {_size(info.num_bytes)} ...", end="", file=sys.stderr, flush=True)
+                print(f"{info.path}: reading {size(info.num_bytes)} ...", end="", file=sys.stderr, flush=True)
             problems = list(verify(info))
             if sys.stderr.isatty():
                 print("\r\x1b[K", end="", file=sys.stderr)
             if not problems:
                 seconds = time.monotonic() - began
-                print(f"{info.path}: whole, {len(info.files)} files, {_size(info.num_bytes)}, {seconds:.1f} s")
+                print(f"{info.path}: whole, {len(info.files)} files, {size(info.num_bytes)}, {seconds:.1f} s")
         for problem in problems:
             print(problem)
         if problems and not path.name.startswith("."):
-            status = 1
+            status = max(1, status)
     return status
 
 
@@ -140,14 +138,5 @@ def _consolidate(options: argparse.Namespace) -> int:
 
     info = find_checkpoint(options.source)
     made = consolidate(info, options.target, weights_only=options.weights)
-    print(
-        f"{made.path}: {len(info.files)} files, {_size(info.num_bytes)} -> {len(made.files)}, {_size(made.num_bytes)}"
-    )
+    print(f"{made.path}: {len(info.files)} files, {size(info.num_bytes)} -> {len(made.files)}, {size(made.num_bytes)}")
     return 0
-
-
-def _size(number: float) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if number >= size:
-            return f"{number / size:.4g} {unit}"
-    return f"{number / 1e3:.4g} kB"

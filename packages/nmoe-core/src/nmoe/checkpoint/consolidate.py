@@ -4,12 +4,11 @@
 import tempfile
 from pathlib import Path
 
-import torch
-
 from nmoe.checkpoint.load import load_some, stored_tensors
-from nmoe.checkpoint.save import write_tensors
+from nmoe.checkpoint.save import tensor_in_file, write_tensors
 from nmoe.checkpoint.store import CheckpointInfo, commit, read_checkpoint, verify
 from nmoe.errors import CheckpointError
+from nmoe.formats.files import new_folder
 
 __all__ = ["consolidate"]
 
@@ -29,13 +28,12 @@ def consolidate(info: CheckpointInfo, run: Path, *, weights_only: bool) -> Check
             convert, not one to go on from.
 
     Raises:
-        CheckpointError: a file is damaged, or `run` exists.
+        CheckpointError: a file is damaged.
+        DataError: `run` exists.
         OSError: the disk is full or broken; nothing that looks complete is left.
     """
     for problem in verify(info):
         raise CheckpointError(problem)
-    if run.exists():
-        raise CheckpointError(f"{run}: exists already; name a folder that does not")
     stored = {
         name: entry
         for name, entry in stored_tensors(info.path).items()
@@ -43,14 +41,14 @@ def consolidate(info: CheckpointInfo, run: Path, *, weights_only: bool) -> Check
     }
     target = run / "checkpoints" / info.path.name
     building = target.with_name(f".{target.name}.tmp")
-    building.mkdir(parents=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".staging-") as staging:
-        tensors = {}
-        for number, (name, (shape, dtype)) in enumerate(stored.items()):
-            place, size = str(Path(staging) / str(number)), torch.Size(shape).numel()
-            tensors[name] = torch.from_file(place, shared=True, size=size, dtype=dtype).view(shape)
-            load_some(info, {name: tensors[name]})
-        write_tensors(building, tensors)
     state = {**info.state, "weights_only": True} if weights_only else info.state
-    commit(building, target, step=info.step, state=state, config=info.config)
+    with new_folder(run):
+        building.mkdir(parents=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".staging-") as staging:
+            tensors = {}
+            for number, (name, (shape, dtype)) in enumerate(stored.items()):
+                tensors[name] = tensor_in_file(Path(staging, str(number)), shape=shape, dtype=dtype)
+                load_some(info, {name: tensors[name]})
+            write_tensors(building, tensors)
+        commit(building, target, step=info.step, state=state, config=info.config)
     return read_checkpoint(target)

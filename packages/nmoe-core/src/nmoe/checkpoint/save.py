@@ -9,11 +9,13 @@ file.
 """
 
 import logging
+import math
+import os
 import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,11 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from nmoe.checkpoint.store import commit, describe, prune
-from nmoe.errors import CheckpointError
+from nmoe.errors import CheckpointError, free_bytes, line_of
 from nmoe.pieces import Piece, as_piece
+from nmoe.words import size
 
-__all__ = ["CheckpointWriter", "chunk_of", "write_tensors"]
+__all__ = ["CheckpointWriter", "chunk_of", "tensor_in_file", "write_tensors"]
 
 _log = logging.getLogger(__name__)
 
@@ -171,7 +174,7 @@ class CheckpointWriter:
         try:
             work()
         except (OSError, CheckpointError) as error:
-            problem = str(error) or type(error).__name__
+            problem = line_of(error, place=self._directory) or str(error) or type(error).__name__
         if self._group is None:
             return problem
         problems = [""] * dist.get_world_size(self._group)
@@ -189,7 +192,7 @@ class CheckpointWriter:
         try:
             mine = describe(sorted(building.glob(f"__{self._rank}_*")))
         except OSError as error:
-            mine = str(error)
+            mine = line_of(error, place=self._directory) or str(error)
         if self._group is None:
             everyone = [mine]
         else:
@@ -228,10 +231,37 @@ def write_tensors(
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             save(pieces, storage_writer=writer, planner=_PiecesWriter(), process_group=group, no_dist=alone)
     except CheckpointException as error:
-        causes = "; ".join(str(failure[0]) for failure in error.failures.values())
-        raise CheckpointError(causes or str(error)) from None
-    except RuntimeError as error:  # PyTorch's file writer reports a failed write(2) so
-        raise CheckpointError(f"the disk is full or broken ({str(error).splitlines()[0]})") from None
+        causes = [failure[0] for failure in error.failures.values()]
+        if interrupt := next((cause for cause in causes if isinstance(cause, KeyboardInterrupt)), None):
+            raise interrupt from None
+        raise _not_written(directory, causes[0] if causes else error, pieces) from None
+    except (OSError, RuntimeError) as error:  # PyTorch's file writer reports a failed write(2) as the latter
+        raise _not_written(directory, error, pieces) from None
+
+
+def _not_written(directory: Path, error: BaseException, pieces: Mapping[str, Piece]) -> CheckpointError:
+    """What a failed write means: PyTorch's own words, of positions in a file, come last."""
+    if isinstance(error, CheckpointError):
+        return error
+    free, needed = free_bytes(directory), sum(piece.tensor.nbytes for piece in pieces.values())
+    why = "the disk is probably full" if free < needed else "the disk is full, broken or over a quota"
+    text = (str(error).splitlines() or [type(error).__name__])[0]
+    return CheckpointError(
+        f"{why}: {size(free)} free at {directory.parent}, {size(needed)} to write; make room there ({text})"
+    )
+
+
+def tensor_in_file(path: Path, *, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A new tensor whose memory is a file, so that more than the memory can be filled.
+
+    Raises:
+        OSError: the disk is full; found here, because a write to memory without room behind it ends the process.
+    """
+    number = math.prod(shape)
+    with path.open("wb") as stream:
+        if number:
+            os.posix_fallocate(stream.fileno(), 0, number * dtype.itemsize)
+    return torch.from_file(str(path), shared=True, size=number, dtype=dtype).view(torch.Size(shape))
 
 
 def chunk_of(piece: Piece) -> ChunkStorageMetadata:

@@ -18,6 +18,7 @@ from nmoe.config.rules import violations
 from nmoe.config.schema import Bound, Config
 from nmoe.config.tokens import in_steps
 from nmoe.errors import ConfigError
+from nmoe.words import MOST_INT
 
 __all__ = ["config_from_tables", "describe", "load_config", "parse_config"]
 
@@ -42,7 +43,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     path = Path(path)
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = path.read_bytes().decode("utf-8-sig")  # editors on Windows begin a file with a mark
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such config file") from None
     except IsADirectoryError:
@@ -180,10 +181,12 @@ def _convert(value: Any, hint: Any, where: str, name: str) -> Any:
 
 def _convert_plain(value: Any, kind: Any, problem: ConfigError) -> Any:
     """bool, int, float or str, never one for another; an integer where a float is expected is the float."""
-    if type(value) is int and not -(1 << 63) <= value < 1 << 63:  # what TOML promises, and NumPy holds
+    if type(value) is int and value > MOST_INT:
+        raise ConfigError(f"{problem}, at most {MOST_INT}")
+    if type(value) is int and value < -MOST_INT:
         raise problem
     if type(value) is str and not _is_writable(value):
-        raise problem
+        raise ConfigError(f"{problem} of whole characters, without NUL: it may name a file")
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
     if kind is not float and type(value) is kind:

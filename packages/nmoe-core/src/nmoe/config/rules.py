@@ -41,6 +41,9 @@ FREE_KEYS = frozenset(
 )
 
 
+_MOST_NAME = 240
+
+
 def violations(config: Config) -> Iterator[str]:
     """What is wrong between the keys of `config`, one line each; nothing when the config is good."""
     yield from _model_violations(config)
@@ -121,6 +124,8 @@ def _run_violations(config: Config) -> Iterator[str]:
         yield "run.root is empty; name the folder of runs"
     if "" in (*(source.path for source in data.train), *data.val):
         yield "data.train and data.val name folders of shards, but a name is empty"
+    if (length := len(config.run.name.encode())) > _MOST_NAME:
+        yield f"run.name has {length} bytes; a folder's name may have {_MOST_NAME}, and a number behind it"
     if data.builtin and (data.train or data.val):
         yield f'data.builtin = "{data.builtin}" brings its own text; remove data.train and data.val'
     if not data.builtin and not data.train:

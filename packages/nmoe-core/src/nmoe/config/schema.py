@@ -86,7 +86,7 @@ class Model:
     """Rows of the embedding and of the output head, in tokens; at least the tokenizer's number of ids."""
     hidden_size: Positive
     """Width D of the residual stream, in features."""
-    num_layers: Positive
+    num_layers: Annotated[int, Bound(ge=1, le=1024)]
     """Transformer layers, dense and MoE together."""
     num_dense_layers: Natural
     """First layers whose feed-forward part is one dense MLP; the others are MoE layers."""
@@ -96,7 +96,7 @@ class Model:
     """Added to the mean square in RMSNorm."""
     tie_embeddings: bool = False
     """Use the embedding as the output head as well."""
-    mtp_depth: Natural = 0
+    mtp_depth: Annotated[int, Bound(ge=0, le=64)] = 0
     """Further tokens that multi-token prediction predicts, each by a layer of its own behind the last; 0: none."""
     init_std: AboveZero = 0.02
     """Standard deviation of the normal distribution that the weight matrices start from."""

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from nmoe.errors import DataError
-from nmoe.formats.files import in_turn
+from nmoe.formats.files import in_turn, make_folder
 from nmoe.formats.shards import MANIFEST, ShardWriter, open_shards
 from nmoe.formats.tokenizers import ByteTokenizer
 
@@ -30,7 +30,7 @@ def make_python_docs(directory: str | Path = Path("data/python-docs")) -> Path:
         DataError: the shards that are there cannot be opened, or something else is there in their place.
     """
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    make_folder(directory, what="output")
     with in_turn(directory / ".lock"):
         missing = [name for name in ("train", "val") if not (directory / name / MANIFEST).exists()]
         if missing:

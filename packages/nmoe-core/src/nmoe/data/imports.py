@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from nmoe.data.inputs import Inputs, search
 from nmoe.data.prep import PrepSummary, open_sides
 from nmoe.errors import DataError
 from nmoe.formats.documents import Reject
@@ -31,26 +32,9 @@ _REPORT_EVERY = 1000
 _WINDOW = 1 << 24
 
 
-def find_token_files(paths: Sequence[str | Path]) -> list[tuple[Path, str]]:
-    """Files to read and the name under which each is recorded: files as given, folders searched in sorted order.
-
-    Raises:
-        DataError: a path does not exist, its ending is not a known one, or a folder holds no file with a known ending.
-    """
-    found = []
-    for path in map(Path, paths):
-        if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(_ENDINGS))
-            if not inside:
-                raise DataError(f"{path}: holds no file that ends in {' or '.join(_ENDINGS)}")
-            found += [(file, file.relative_to(path).as_posix()) for file in inside]
-        elif not path.is_file():
-            raise DataError(f"{path}: not found; expected a file of token ids or a folder of them")
-        elif not path.name.endswith(_ENDINGS):
-            raise DataError(f"{path}: cannot tell what it is; expected a name that ends in {' or '.join(_ENDINGS)}")
-        else:
-            found.append((path, path.name))
-    return found
+def find_token_files(paths: Sequence[str | Path]) -> Inputs:
+    """Token files among what a user names. Raises like `nmoe.data.inputs.search`."""
+    return search(paths, endings=_ENDINGS, what="a file of token ids")
 
 
 def open_tokens(path: Path, *, dtype: str = "auto") -> np.ndarray:

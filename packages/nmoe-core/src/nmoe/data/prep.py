@@ -16,8 +16,10 @@ from typing import IO
 
 import numpy as np
 
+from nmoe.data.inputs import Inputs, search
 from nmoe.errors import DataError
 from nmoe.formats.documents import Document, Reject, read_documents
+from nmoe.formats.files import make_folder
 from nmoe.formats.shards import MANIFEST, ShardWriter
 from nmoe.formats.tokenizers import Tokenizer
 
@@ -41,26 +43,9 @@ class PrepSummary:
     rejected: Counter[str]
 
 
-def find_inputs(paths: Sequence[str | Path]) -> list[tuple[Path, str]]:
-    """Files to read and the name under which each is recorded: files as given, folders searched in sorted order.
-
-    Raises:
-        DataError: a path does not exist, its ending is not a known one, or a folder holds no file with a known ending.
-    """
-    found = []
-    for path in map(Path, paths):
-        if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(_ENDINGS))
-            if not inside:
-                raise DataError(f"{path}: holds no file that ends in {', '.join(_ENDINGS)}")
-            found += [(file, file.relative_to(path).as_posix()) for file in inside]
-        elif not path.exists():
-            raise DataError(f"{path}: not found; expected a text file, a jsonl file or a folder of them")
-        elif not path.name.endswith(_ENDINGS):
-            raise DataError(f"{path}: cannot tell what it is; expected a name that ends in {', '.join(_ENDINGS)}")
-        else:
-            found.append((path, path.name))
-    return found
+def find_inputs(paths: Sequence[str | Path]) -> Inputs:
+    """Text files among what a user names. Raises like `search`."""
+    return search(paths, endings=_ENDINGS, what="a text file, a jsonl file")
 
 
 def prepare(
@@ -75,7 +60,7 @@ def prepare(
     """Tokenizes documents and writes shards.
 
     Args:
-        inputs: files and their names, as from `find_inputs`.
+        inputs: files and their names, as from `find_inputs(...).files`.
         tokenizer: what makes the tokens.
         output: folder to make; with a `val_fraction`, its folders `train` and `val`.
         val_fraction: share of the documents held out, in [0, 1).
@@ -111,7 +96,7 @@ def open_sides(output: Path, *, tokenizer: Tokenizer, val_fraction: float, shard
     for name in names:
         if (output / name / MANIFEST).exists():
             raise DataError(f"{output / name}: holds shards already; choose another --output or remove it")
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder(output, what="--output")
     with contextlib.ExitStack() as stack:
         rejects = stack.enter_context((output / "rejected.jsonl").open("w", encoding="utf-8"))
         writers = {

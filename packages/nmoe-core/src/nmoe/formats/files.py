@@ -6,18 +6,21 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nmoe.errors import DataError, FormatError
+from nmoe.errors import DataError, EnvironmentFault, FormatError
 
 __all__ = [
     "in_turn",
     "inside",
     "json_lines",
     "json_text",
+    "make_folder",
+    "new_folder",
     "read_header",
     "replace_durably",
     "sha256_file",
@@ -53,6 +56,68 @@ def in_turn(path: Path, *, patience_s: float = 60.0) -> Iterator[None]:
         yield
 
 
+_UNFINISHED = ".unfinished"
+
+
+def make_folder(path: Path, *, what: str) -> None:
+    """Makes a folder and those above it; one that is there is good.
+
+    Args:
+        path: the folder.
+        what: the key or option that names it, for the message ("run.root").
+
+    Raises:
+        EnvironmentFault: it cannot be made, or something else has the name.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        found = error.strerror
+        for place in (path, *path.parents):
+            if place.is_symlink() and not place.exists():
+                found = f"{place} is a link to {place.readlink()}, which is not there"
+            elif place.exists():
+                found = found if place.is_dir() else f"{place} is not a folder"
+                break
+        raise EnvironmentFault(f"{what} {path}: cannot make this folder ({found}); name another place") from None
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[None]:
+    """A folder that is whole or not there: made before the body, and undone where the body does not come to its end.
+
+    What a killed process left is told from somebody's files by a mark, and removed by the next start.
+
+    Raises:
+        DataError: something is there already.
+        EnvironmentFault: it cannot be made.
+    """
+    mark, was_there = path / _UNFINISHED, path.exists()
+    if was_there and (not path.is_dir() or (not mark.exists() and any(path.iterdir()))):
+        raise DataError(f"{path}: exists already; name a folder that does not")
+    above = [folder for folder in path.parents if not folder.exists()]
+    make_folder(path, what="output")
+    try:
+        _empty(path)
+        mark.touch()
+        yield
+        mark.unlink()
+    except BaseException:
+        _empty(path)
+        for folder in [] if was_there else [path, *above]:
+            with contextlib.suppress(OSError):  # somebody else began to use it
+                folder.rmdir()
+        raise
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
 def sync_directory(path: Path) -> None:
     """Makes renames inside `path` survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -81,8 +146,12 @@ def json_text(value: Mapping[str, Any]) -> str:
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Writes `value` as indented JSON, atomically and durably."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json_text(value), encoding="utf-8")
-    replace_durably(temporary, path)
+    try:
+        temporary.write_text(json_text(value), encoding="utf-8")
+        replace_durably(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def json_lines(path: Path, *, what: str, advice: str) -> Iterator[dict[str, Any]]:

@@ -6,6 +6,8 @@ the first value is read: what is missing, unknown or of another shape is one err
 """
 
 import json
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -160,6 +162,14 @@ def _exported(entry: Entry, value: Tensor, dtype: torch.dtype) -> Iterator[tuple
         yield key, part.to(dtype, copy=True).contiguous()
 
 
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # of which only the text says what the file system said
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) if number else error from None
+
+
 def write_folder(
     path: Path, *, config: Config, state: Mapping[str, Tensor], dtype: torch.dtype, shard_bytes: int = 5 << 30
 ) -> None:
@@ -180,7 +190,7 @@ def write_folder(
     def flush() -> None:
         if shard:
             written.append(path / f"part-{len(written)}.safetensors")
-            save_file(shard, written[-1], metadata={"format": "pt"})
+            _save(shard, written[-1])
             weight_map.update(dict.fromkeys(shard, written[-1].name))
             shard.clear()
 

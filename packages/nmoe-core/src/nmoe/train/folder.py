@@ -12,8 +12,10 @@ The first folder is `ROOT/NAME`, later ones `ROOT/NAME-2` and so on. Keys that o
 is watched (`nmoe.config.rules.FREE_KEYS`) may change.
 """
 
+import contextlib
 import logging
 import re
+import shutil
 import tomllib
 import uuid
 from dataclasses import dataclass, replace
@@ -22,8 +24,8 @@ from typing import Any, Literal
 
 from nmoe.checkpoint.store import CheckpointInfo, list_checkpoints, read_checkpoint, remove_leftovers
 from nmoe.config import Config, changed_keys
-from nmoe.errors import ConfigError, DataError
-from nmoe.formats.files import in_turn, replace_durably
+from nmoe.errors import ConfigError, DataError, line_of
+from nmoe.formats.files import in_turn, make_folder, replace_durably
 from nmoe.formats.runs import RUN_FILE, RunInfo, RunLock, RunRecord, read_run
 
 __all__ = ["RunFolder", "open_folder"]
@@ -59,9 +61,12 @@ class RunFolder:
         return replace(self, record=None, lock=None)
 
     def finish(self, status: Literal["finished", "stopped", "failed"], *, step: int, error: str | None = None) -> None:
-        """Writes into the record how the run ended."""
-        if self.record:
-            self.record.finish(status, step=step, error=error)
+        """Writes into the record how the run ended; a disk that refuses is logged and changes nothing about the end."""
+        try:
+            if self.record:
+                self.record.finish(status, step=step, error=error)
+        except OSError as failure:
+            _log.error("%s", line_of(failure, place=self.path / RUN_FILE))
 
     def release(self) -> None:
         """Lets the next process in."""
@@ -74,12 +79,14 @@ def open_folder(config: Config, *, fresh: bool) -> RunFolder:
 
     Raises:
         ConfigError: an unfinished run of the name has another config.
+        EnvironmentFault: the root cannot be made.
+        OSError: the disk is full; nothing of a new run is left.
         DataError: another process trains there, or the latest run's record cannot be read.
         CheckpointError: the newest checkpoint's manifest is damaged.
     """
     root, name = Path(config.run.root), config.run.name
-    root.mkdir(parents=True, exist_ok=True)
-    with in_turn(root / ".lock"):  # two starts at once choose one after the other
+    make_folder(root, what="run.root =")
+    with in_turn(root / ".lock"), contextlib.ExitStack() as undo:  # two starts at once choose one after the other
         latest, lock, checkpoint = None if fresh else _latest(root, name), None, None
         if latest is not None and latest.status != "finished":
             lock = RunLock(latest.path)
@@ -99,11 +106,13 @@ def open_folder(config: Config, *, fresh: bool) -> RunFolder:
         else:
             path, run_id = _new_path(root, name), uuid.uuid4().hex[:12]
             path.mkdir()
+            undo.callback(shutil.rmtree, path, ignore_errors=True)
             lock = RunLock(path)
         tables = _write_config(path, config)
         record = RunRecord(path)
         step = checkpoint.step if checkpoint else 0
         record.start(id=run_id, config=tables, steps=config.train.steps, step=step)
+        undo.pop_all()  # the folder is a run's from here on
     resumed = latest is not None and path == latest.path
     return RunFolder(path=path, record=record, checkpoint=checkpoint, resumed=resumed, lock=lock)
 

@@ -206,5 +206,5 @@ def _train_rank(config: Config, *, fresh: bool) -> End:
     try:
         return _end(train(config, fresh=fresh, bar=bar))
     except Exception as error:  # noqa: BLE001 - handed to the launcher, which speaks for all ranks
-        line = line_of(error)
+        line = line_of(error, place=config.run.root)
         return End(status=2 if line else 1, error=line or f"{type(error).__name__}: {error}".splitlines()[0])

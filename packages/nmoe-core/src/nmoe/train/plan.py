@@ -5,8 +5,10 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from nmoe.config import Config
+from nmoe.errors import ConfigError
 from nmoe.model.params import count_parameters
 from nmoe.train.memory import Memory, plan_memory, recompute_choices
+from nmoe.words import count, size
 
 __all__ = ["Plan", "format_plan", "make_plan"]
 
@@ -26,8 +28,9 @@ class Plan:
         parameters: all of them.
         active_parameters: those that take part in one token.
         bytes_per_parameter: of master values, gradients and moments, by name; a mean where parameters differ.
-        gpus: fewest GPUs of `GPU_BYTES`, 5 % of each kept free, that hold the run: one, or whole nodes of eight; 0: no number does, because what
-            one micro batch needs is too large.
+        fewest: GPUs of `GPU_BYTES`, 5 % of each kept free, that hold the run: one, or whole nodes of eight; 0: no number
+            does, because what one micro batch needs is too large.
+        gpus: as many as asked for, or the fewest.
         memory: of one of these GPUs at the moment of most.
         alternative: least `train.recompute` that needs the fewest GPUs, and these, where they are fewer; else None.
         tokens: that the run sees.
@@ -37,6 +40,7 @@ class Plan:
     parameters: int
     active_parameters: int
     bytes_per_parameter: dict[str, float]
+    fewest: int
     gpus: int
     memory: Memory
     alternative: tuple[tuple[str, ...], int] | None
@@ -49,22 +53,34 @@ class Plan:
         return self.parameters * sum(self.bytes_per_parameter.values())
 
 
-def make_plan(config: Config) -> Plan:
-    """Sizes of a config; needs no torch and no data."""
+def make_plan(config: Config, *, nproc: int | None = None) -> Plan:
+    """Sizes of a config; needs no torch and no data.
+
+    Args:
+        config: the config.
+        nproc: GPUs of the one machine that it is to run on; None: as few as hold it.
+
+    Raises:
+        ConfigError: `parallel.ep` does not divide `nproc`.
+    """
+    if nproc and config.parallel.ep and nproc % config.parallel.ep:
+        raise ConfigError(f"--nproc {nproc}: parallel.ep = {config.parallel.ep} does not divide it")
     parameters, active = count_parameters(config)
     kernels = config.train.dtype == "bf16"  # others run plain torch
     whole = plan_memory(config, kernels=kernels)
     wide = 8 if config.train.dtype == "fp64" else 4
     sizes = {"master values": float(wide), "gradients": float(wide), "moments": whole.moments / parameters}
-    gpus = _fewest(config, kernels=kernels)
+    fewest = _fewest(config, kernels=kernels)
+    gpus = nproc or fewest
     memory = plan_memory(config, kernels=kernels, ranks=gpus or _MOST_GPUS)
     return Plan(
         parameters=parameters,
         active_parameters=active,
         bytes_per_parameter=sizes,
         gpus=gpus,
+        fewest=fewest,
         memory=memory,
-        alternative=_fewer(config, gpus or _MOST_GPUS, kernels=kernels),
+        alternative=_fewer(config, fewest or _MOST_GPUS, kernels=kernels),
         tokens=config.tokens_per_step * config.train.steps,
         steps=config.train.steps,
     )
@@ -93,29 +109,42 @@ def _fewer(config: Config, gpus: int, *, kernels: bool) -> tuple[tuple[str, ...]
 
 def format_plan(plan: Plan, *, config: Config) -> str:
     """The plan as aligned lines; `config` is the one it was made of."""
-    each = ", ".join(f"{name} {size:.3g}" for name, size in plan.bytes_per_parameter.items())
+    each = ", ".join(f"{name} {width:.3g}" for name, width in plan.bytes_per_parameter.items())
     total = sum(plan.bytes_per_parameter.values())
     memory, gpus = plan.memory, plan.gpus or _MOST_GPUS
-    share = f"{_size(plan.state_bytes / gpus)} of state on each"
+    share = f"{size(plan.state_bytes / gpus)} of state on each"
     rows = [
         ("run", f"{config.run.root}/{config.run.name}"),
-        ("parameters", f"{_count(plan.parameters)} total, {_count(plan.active_parameters)} active"),
+        ("parameters", f"{count(plan.parameters)} total, {count(plan.active_parameters)} active"),
         ("layers", f"{config.model.num_layers}, {config.num_moe_layers} of them MoE"),
-        ("memory", f"{_size(plan.state_bytes)} for state: {total:.3g} bytes a parameter ({each})"),
-        ("GPUs", f"{plan.gpus} of {_size(GPU_BYTES)}, 5 % kept free: {share}" if plan.gpus else _too_large(config)),
+        ("memory", f"{size(plan.state_bytes)} for state: {total:.3g} bytes a parameter ({each})"),
+        (
+            "GPUs",
+            f"{plan.gpus} of {size(GPU_BYTES)}, 5 % kept free: {share}{_too_few(plan)}"
+            if plan.gpus
+            else _too_large(config),
+        ),
         (
             "peak",
-            f"{_size(memory.peak)} on each, in the {memory.moment}: master values {_size(memory.masters)}, gradients "
-            f"{_size(memory.gradients)}, moments {_size(memory.moments)}, activations {_size(memory.activations)}, "
-            f"working {_size(memory.working)}",
+            f"{size(memory.peak)} on each, in the {memory.moment}: master values {size(memory.masters)}, gradients "
+            f"{size(memory.gradients)}, moments {size(memory.moments)}, activations {size(memory.activations)}, "
+            f"working {size(memory.working)}",
         ),
         *_recompute_row(plan, config),
         ("step", f"{config.train.batch_size} x {config.data.seq_len} = {config.tokens_per_step:,} tokens"),
         ("steps", f"{plan.steps:,}"),
-        ("tokens", f"{_count(plan.tokens)}"),
+        ("tokens", f"{count(plan.tokens)}"),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:{width}}  {text}" for name, text in rows)
+
+
+def _too_few(plan: Plan) -> str:
+    if plan.memory.peak <= _ROOM:
+        return ""
+    return (
+        f"; too few, {plan.fewest} hold it" if plan.fewest else "; no number holds it, one micro batch needs too much"
+    )
 
 
 def _too_large(config: Config) -> str:
@@ -132,18 +161,3 @@ def _recompute_row(plan: Plan, config: Config) -> list[tuple[str, str]]:
         parts = ", ".join(f'"{part}"' for part in plan.alternative[0])
         rows.append(("or", f"train.recompute = [{parts}]: GPUs {plan.alternative[1]}"))
     return rows
-
-
-def _count(number: float) -> str:
-    """At most four significant digits with a unit: 7.34 B."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.4g} {unit}"
-    return f"{number:.4g}"
-
-
-def _size(number: float) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if number >= size:
-            return f"{number / size:.4g} {unit}"
-    return f"{number / 1e3:.4g} kB"

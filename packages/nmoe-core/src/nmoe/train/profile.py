@@ -25,6 +25,7 @@ from nmoe.config import Config
 from nmoe.data.loader import Loader
 from nmoe.data.sources import open_train
 from nmoe.errors import DataError
+from nmoe.formats.files import make_folder
 from nmoe.formats.metrics import MetricWriter
 from nmoe.model.transformer import Transformer, compute_dtype
 from nmoe.optim.optimizer import Optimizer
@@ -97,7 +98,7 @@ def profile_steps(config: Config, folder: Path) -> Profile:
     trace = folder / "trace.json"
     if trace.exists():
         raise DataError(f"{trace}: exists already; name another folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, what="--profile")
     sets, weights = open_train(config)
     device = choose_device(config)
     log_device(device)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a person sees of a run: one line a step, a progress bar on a terminal, `log.txt` in the run's folder."""
 
+import contextlib
 import logging
 import shutil
 import sys
@@ -106,9 +107,27 @@ def set_up_logging() -> ProgressBar:
     return handler
 
 
+class _LogFile(logging.FileHandler):
+    """A log file whose disk may be full: said once, and the lines are on the terminal all the same."""
+
+    _is_lost = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name is logging's
+        """Says why a line is not in the file."""
+        del record
+        if not self._is_lost:
+            self._is_lost = True
+            sys.stderr.write(f"{self.baseFilename}: not written ({sys.exc_info()[1]}); training goes on\n")
+
+    def close(self) -> None:
+        """Closes the file; what it had no room for is dropped."""
+        with contextlib.suppress(OSError):
+            super().close()
+
+
 def log_to_file(path: Path) -> logging.FileHandler:
     """Adds the same lines, with UTC times, to a file; the caller removes and closes the handler."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8")
     formatter = logging.Formatter("%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%dT%H:%M:%SZ")
     formatter.converter = time.gmtime
     handler.setFormatter(formatter)
