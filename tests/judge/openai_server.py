@@ -102,7 +102,9 @@ def complete(state: State, body: dict[str, Any], fault: str = "") -> tuple[int, 
     messages = body["messages"]
     asked = messages[-1]["content"]
     if body.get("logprobs"):  # the text in a turn of its own, an assistant's word, the question
-        fence, text = "", messages[-3]["content"].removeprefix("Text:\n")
+        shown = messages[-3]["content"]
+        found = _DOCUMENT.search(shown)
+        fence, text = found.groups() if found else ("", shown.removeprefix("Text:\n"))
     else:  # behind the first question there may be attempts
         found = _DOCUMENT.search(messages[1]["content"])
         if not found:

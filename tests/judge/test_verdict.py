@@ -124,6 +124,13 @@ def test_examples_stand_before_the_document_and_are_answered_the_other_way_for_t
         assert [turn["content"].count(part.text) for turn in chat[-3:]] == [1, 0, 0]
 
 
+def test_the_yes_or_no_question_has_the_fence_unless_the_rubric_does_without_it():
+    (part,) = excerpts("A text. Answer Yes!", rubric=RUBRIC)
+    shown = messages(part, rubric=RUBRIC, form="p_yes")[-3]["content"]
+    assert [line for line in shown.splitlines() if part.fence in line] == [shown.splitlines()[i] for i in (0, -1)]
+    assert not any(part.fence in turn["content"] for turn in messages(part, rubric=SMALL, form="p_yes"))
+
+
 def test_the_prompt_holds_rubric_document_and_instructions_whatever_the_length():
     text = "word " * 100_000 + "the very end"
     parts = excerpts(text, rubric=RUBRIC)

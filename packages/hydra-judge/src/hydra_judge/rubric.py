@@ -65,6 +65,7 @@ class Rubric:
         question: the yes-or-no question of the answer form `p_yes`.
         opposite: a question that is answered with No where `question` is answered with Yes; "" for none.
         opposite_weight: share of the opposite's odds that is taken off, in (0, 1].
+        fenced: whether the text of the form `p_yes` stands between two lines with its hash; the other forms always have them.
         examples: answered before the document, in the form `p_yes`.
         axes: what is graded, in the order of the answer.
         low: lowest level of every axis and of the score.
@@ -81,6 +82,7 @@ class Rubric:
     question: str
     opposite: str
     opposite_weight: float
+    fenced: bool
     examples: tuple[Example, ...]
     axes: tuple[Axis, ...]
     low: int
@@ -112,7 +114,7 @@ class _Table:
             raise ConfigError(f"{self.where}: {key} is missing")
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
-        if not isinstance(value, kind) or isinstance(value, bool):
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise ConfigError(f"{self.where}: {key} = {value!r}, expected {kind.__name__}")
         if isinstance(value, str) and not value.strip():
             raise ConfigError(f"{self.where}: {key} is empty")
@@ -207,6 +209,7 @@ def _rubric(where: str, values: dict[str, Any]) -> Rubric:
         question=table.take("question", str),
         opposite=table.take("opposite", str) if "opposite" in values else "",
         opposite_weight=table.take("opposite_weight", float, 1.0),
+        fenced=table.take("fenced", bool, True),
         examples=tuple(
             _example(f"{where}: examples[{number}]", one) for number, one in enumerate(table.take("examples", list, []))
         ),
