@@ -54,17 +54,7 @@ class Step:
 def run(parts: Parts, config: Config, ranks: Ranks, *, steps: int) -> list[Step]:
     """Some steps from the beginning of the data."""
     sets, weights = open_train(config, hashed=False)
-    loader = Loader(
-        sets,
-        weights=weights,
-        seq_len=config.data.seq_len,
-        vocab_size=config.model.vocab_size,
-        batch_size=config.train.batch_size,
-        micro_batch_size=config.train.micro_batch_size,
-        seed=config.run.seed,
-        rank=ranks.rank,
-        num_ranks=ranks.size,
-    )
+    loader = Loader.of(config, sets, weights, rank=ranks.rank, num_ranks=ranks.size)
     done = []
     with loader:
         for number in range(steps):

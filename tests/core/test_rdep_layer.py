@@ -11,9 +11,9 @@ from nmoe.config import Moe
 from nmoe.errors import ConfigError
 from nmoe.model.mlp import MLP
 from nmoe.ops import registry
+from nmoe.rdep.exchange import owned_experts
 from nmoe.rdep.layer import MoE
 from nmoe.rdep.one_rank import ExpertsHere
-from nmoe.rdep.plan import owned_experts
 
 D, F_, E = 12, 10, 6
 

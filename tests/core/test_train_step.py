@@ -28,15 +28,7 @@ def steps(config, count: int) -> tuple[Parts, list]:
     sets, weights = open_train(config)
     parts = build(config, ALONE)
     results = []
-    with Loader(
-        sets,
-        weights=weights,
-        seq_len=config.data.seq_len,
-        vocab_size=config.model.vocab_size,
-        batch_size=config.train.batch_size,
-        micro_batch_size=config.train.micro_batch_size,
-        seed=config.run.seed,
-    ) as loader:
+    with Loader.of(config, sets, weights) as loader:
         for batch in itertools.islice(loader, count):
             results.append(train_step(parts, batch, config=config))
     return parts, results

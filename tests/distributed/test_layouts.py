@@ -54,17 +54,7 @@ def train(config: Config, steps: int) -> dict[str, Any]:
     sets, weights = open_train(config)
     parts = build(config, ranks)
     figures, loads = [], []
-    with Loader(
-        sets,
-        weights=weights,
-        seq_len=config.data.seq_len,
-        vocab_size=config.model.vocab_size,
-        batch_size=config.train.batch_size,
-        micro_batch_size=config.train.micro_batch_size,
-        seed=config.run.seed,
-        rank=ranks.rank,
-        num_ranks=ranks.size,
-    ) as loader:
+    with Loader.of(config, sets, weights, rank=ranks.rank, num_ranks=ranks.size) as loader:
         for batch in itertools.islice(loader, steps):
             result = train_step(parts, batch, config=config)
             losses = (result.loss, result.balance_loss, result.router_z_loss, result.z_loss, result.mtp_loss)

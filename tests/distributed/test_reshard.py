@@ -46,17 +46,8 @@ def steps(config: Config, run: Path, *, first: int, last: int, save_at: int = 0)
     progress = restore(parts, find_checkpoint(run)) if first > 1 else Progress()
     writer = CheckpointWriter(run / "checkpoints", config=asdict(config), keep=1, rank=ranks.rank, group=ranks.files)
     found = []
-    with Loader(
-        sets,
-        weights=weights,
-        seq_len=config.data.seq_len,
-        vocab_size=config.model.vocab_size,
-        batch_size=config.train.batch_size,
-        micro_batch_size=config.train.micro_batch_size,
-        seed=config.run.seed,
-        rank=ranks.rank,
-        num_ranks=ranks.size,
-        next_sample=progress.next_sample,
+    with Loader.of(
+        config, sets, weights, rank=ranks.rank, num_ranks=ranks.size, next_sample=progress.next_sample
     ) as loader:
         for step in range(first, last + 1):
             batch = next(loader)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def main(arch: str) -> None:
-    os.environ["CUTE_DSL_ARCH"] = arch
+    os.environ["CUTE_DSL_ARCH"], os.environ["NMOE_ARCH"] = arch, arch.replace("_", "")
     os.environ["QUACK_ARCH"] = {"sm_90a": "90", "sm_100a": "100"}[arch]
     os.environ["FLASH_ATTENTION_ARCH"] = arch.removesuffix("a")
     os.environ["FLASH_ATTENTION_NUM_SMS"] = {"sm_90a": "132", "sm_100a": "148"}[arch]
@@ -43,7 +43,7 @@ def main(arch: str) -> None:
     op("swiglu").swiglu_backward_kernel("bfloat16")
     op("rope").rotate_kernel("bfloat16", True)
     op("cross_entropy").softmax_kernel(True, True)
-    compile_symmetric(op("gram", arch.replace("_", "")))
+    compile_symmetric(op("gram"))
     compile_attention(op("attention"))
     compile_exchange(op)
     compile_products(op("grouped_gemm", arch.replace("_", "")))
@@ -75,15 +75,11 @@ def compile_exchange(op) -> None:
 
 def compile_attention(attention) -> None:
     """flash-attn-4 compiles from tensors without memory, all but its semaphores, which get a stand-in here."""
-    import cutlass  # type: ignore[import-not-found]
     import torch
-    from cutlass import cute  # type: ignore[import-not-found]
     from flash_attn.cute import utils
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    def semaphores(tensor, **_):
-        shape = (*(cute.sym_int() for _ in tensor.shape[:3]), tensor.shape[3])
-        return cute.runtime.make_fake_compact_tensor(cutlass.Int32, shape, stride_order=(3, 2, 1, 0), assumed_align=4)
+    from nmoe.ops._cute.listing import semaphores
 
     utils.convert_from_dlpack_leading_static = semaphores
     tokens, heads = 4096, 16

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nmoe.config import Config
 from nmoe.data.packing import IGNORED, PackedRows, pack_rows
 from nmoe.data.sources import check_row
 from nmoe.errors import CheckpointError, DataError
@@ -60,6 +61,31 @@ class Loader:
         next_sample: state to go on from.
         ahead: steps read ahead.
     """
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        sets: Sequence[ShardSet],
+        weights: Sequence[int],
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        next_sample: int = 0,
+    ) -> "Loader":
+        """That of a run: what `open_train` gave, dealt out as the config says."""
+        return cls(
+            sets,
+            weights=weights,
+            seq_len=config.data.seq_len,
+            vocab_size=config.model.vocab_size,
+            batch_size=config.train.batch_size,
+            micro_batch_size=config.train.micro_batch_size,
+            seed=config.run.seed,
+            rank=rank,
+            num_ranks=num_ranks,
+            next_sample=next_sample,
+        )
 
     def __init__(
         self,

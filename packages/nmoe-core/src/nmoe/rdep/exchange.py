@@ -32,12 +32,12 @@ from torch import Tensor
 from nmoe.comm.communicator import Communicator, Symmetric
 from nmoe.comm.layout import Area, Wire, areas, starts
 from nmoe.comm.remote import Board, Phase, Remote, area_of
+from nmoe.comm.watcher import PATIENCE_S
 from nmoe.errors import ConfigError
 from nmoe.ops import meet, ship
 
-__all__ = ["Exchange", "Rounds"]
+__all__ = ["Exchange", "Rounds", "owned_experts"]
 
-_PATIENCE_S = 1800.0  # of the first step: some ranks still compile kernels while others wait for them
 _DTYPES = {"int64": torch.int64, "int32": torch.int32, "uint8": torch.uint8}
 _OUTBOXES = {
     "rows": "rows outbox",
@@ -72,6 +72,18 @@ class Rounds:
             return cls(num_slots=num_slots, budget=max(worst, 1), num_rounds=1)
         budget = num_slots - per_row + 1
         return cls(num_slots=num_slots, budget=budget, num_rounds=-(-worst // budget))
+
+
+def owned_experts(num_experts: int, comm: Communicator) -> range:
+    """Global ids of the experts of this rank.
+
+    Raises:
+        ConfigError: The ranks do not divide the experts.
+    """
+    if num_experts % comm.size:
+        raise ConfigError(f"moe.num_experts = {num_experts} is not divisible by the {comm.size} expert-parallel ranks")
+    share = num_experts // comm.size
+    return range(comm.rank * share, (comm.rank + 1) * share)
 
 
 class Exchange:
@@ -117,14 +129,10 @@ class Exchange:
         load: int = 0,
         name: str = "rdep",
     ) -> None:
-        if num_experts % comm.size:
-            raise ConfigError(
-                f"moe.num_experts = {num_experts} is not divisible by the {comm.size} expert-parallel ranks"
-            )
+        self.experts_per_rank = len(owned_experts(num_experts, comm))
         if capacity <= 0:
             raise ConfigError(f"rdep.capacity = {capacity} must be above 0")
         self.comm, self.tokens, self.exact, self.wire = comm, tokens, exact, wire
-        self.experts_per_rank = num_experts // comm.size
         self.gate_dtype = torch.promote_types(dtype, torch.float32)
         per_row = min(top_k, self.experts_per_rank)
         worst = comm.size * tokens * per_row
@@ -163,7 +171,7 @@ class Exchange:
 
     def be_patient(self) -> None:
         """Until it is armed, wait for half an hour: some ranks still compile kernels while others wait for them."""
-        self.board = replace(self.board, timeout_s=_PATIENCE_S)
+        self.board = replace(self.board, timeout_s=PATIENCE_S)
 
     def arm(self) -> None:
         """From now on a peer that does not come within the timeout is lost; called when all kernels are compiled."""

@@ -10,14 +10,13 @@ from torch import Tensor, nn
 
 from nmoe.comm.communicator import Communicator
 from nmoe.config import Moe
-from nmoe.rdep.exchange import Exchange
+from nmoe.rdep.exchange import Exchange, owned_experts
 from nmoe.rdep.experts import Experts
 from nmoe.rdep.many_nodes import ExpertsAcrossNodes
 from nmoe.rdep.many_ranks import ExpertsAcross
 from nmoe.rdep.nodes import NodeExchange
 from nmoe.rdep.one_rank import ExpertsHere
 from nmoe.rdep.overlap import start_beside
-from nmoe.rdep.plan import owned_experts
 from nmoe.rdep.router import Router, Routes
 
 __all__ = ["MoE", "experts_across"]

@@ -19,8 +19,7 @@ from nmoe.comm.communicator import Communicator
 from nmoe.comm.layout import WIRES
 from nmoe.comm.part import node_of, rail_of
 from nmoe.config import Config
-from nmoe.errors import ConfigError
-from nmoe.rdep.exchange import Exchange
+from nmoe.rdep.exchange import Exchange, owned_experts
 
 __all__ = ["NodeExchange", "exchange_of", "exchange_over"]
 
@@ -42,10 +41,7 @@ class NodeExchange:
     """
 
     def __init__(self, comm: Communicator, *, tokens: int, num_experts: int, top_k: int, **settings: Any) -> None:
-        if num_experts % comm.size:
-            raise ConfigError(
-                f"moe.num_experts = {num_experts} is not divisible by the {comm.size} expert-parallel ranks"
-            )
+        owned_experts(num_experts, comm)  # all ranks, and not first those of a node, have to divide them
         rail, node = rail_of(comm), node_of(comm)
         exchange = partial(Exchange, top_k=top_k, load=tokens * top_k, **settings)
         self.comm = comm

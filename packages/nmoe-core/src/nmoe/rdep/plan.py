@@ -9,14 +9,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nmoe.comm.communicator import Communicator
 from nmoe.comm.remote import Phase
-from nmoe.errors import ConfigError
 from nmoe.ops import plan as plan_op
 from nmoe.ops.plan import Sends
 from nmoe.rdep.exchange import Exchange
 
-__all__ = ["Plan", "make_plan", "owned_experts"]
+__all__ = ["Plan", "make_plan"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,18 +25,6 @@ class Plan:
     """Rows of this rank."""
     count_PP2: Tensor
     """int32: rows and assignments from each rank to each; a copy, because the next forward overwrites the table."""
-
-
-def owned_experts(num_experts: int, comm: Communicator) -> range:
-    """Global ids of the experts of this rank.
-
-    Raises:
-        ConfigError: The ranks do not divide the experts.
-    """
-    if num_experts % comm.size:
-        raise ConfigError(f"moe.num_experts = {num_experts} is not divisible by the {comm.size} expert-parallel ranks")
-    share = num_experts // comm.size
-    return range(comm.rank * share, (comm.rank + 1) * share)
 
 
 def make_plan(expert_TK: Tensor, *, exchange: Exchange, layer: int) -> Plan:

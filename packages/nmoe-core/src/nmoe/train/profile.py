@@ -105,15 +105,7 @@ def profile_steps(config: Config, folder: Path) -> Profile:
     parts = build(config, Ranks(rank=0, size=1, device=device))
     parts = replace(parts, optimizer=_Marked(parts.optimizer))
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-    loader = Loader(
-        sets,
-        weights=weights,
-        seq_len=config.data.seq_len,
-        vocab_size=config.model.vocab_size,
-        batch_size=config.train.batch_size,
-        micro_batch_size=config.train.micro_batch_size,
-        seed=config.run.seed,
-    )
+    loader = Loader.of(config, sets, weights)
     peak, progress = device_peak(device, compute_dtype(config)), Progress()
     with (
         loader,

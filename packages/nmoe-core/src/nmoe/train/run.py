@@ -121,8 +121,6 @@ def train(config: Config, *, fresh: bool, bar: ProgressBar) -> Outcome:
 def _train(config: Config, ranks: Ranks, *, fresh: bool, bar: ProgressBar, stop: StopSignal) -> Outcome:
     ranks.beat("opening the data")
     sets, weights, val = _open_data(config, ranks)
-    ranks.beat("compiling kernels")
-    warm_up_ranks(config, ranks)
     opened: list[RunFolder] = []
 
     def open_here() -> RunFolder:
@@ -219,6 +217,10 @@ class _Run:
         with contextlib.ExitStack() as stack:
             stack.callback(lambda: self.ranks.beat("the end of training", long=True))
             watch = stack.enter_context(Watch(folder.record))
+            ranks.beat("compiling kernels")
+            warm_up_ranks(
+                config, ranks
+            )  # only now: what the user can mend was said before, and the run shows that it lives
             metrics = stack.enter_context(self._metrics()) if ranks.rank == 0 else None
             checkpoints = CheckpointWriter(
                 folder.path / "checkpoints",
@@ -255,14 +257,10 @@ class _Run:
 
     def _loader(self) -> Loader:
         config = self.config
-        return Loader(
+        return Loader.of(
+            config,
             self.sets,
-            weights=self.weights,
-            seq_len=config.data.seq_len,
-            vocab_size=config.model.vocab_size,
-            batch_size=config.train.batch_size,
-            micro_batch_size=config.train.micro_batch_size,
-            seed=config.run.seed,
+            self.weights,
             rank=self.ranks.rank,
             num_ranks=self.ranks.size,
             next_sample=self.progress.next_sample,

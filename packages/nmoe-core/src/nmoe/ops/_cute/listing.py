@@ -32,7 +32,7 @@ from nmoe.ops._cute import build
 from nmoe.ops.attention import cuda as attention
 from nmoe.ops.rms_norm import cuda as rms_norm
 
-__all__ = ["Task", "listing"]
+__all__ = ["Task", "listing", "semaphores"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +81,7 @@ def listing() -> Iterator[list[Task]]:
                 replaced.append((module, name, functools.partial(_note_quacks, found, value)))
             elif name == "get_max_active_clusters":  # asks the driver
                 replaced.append((module, name, lambda *_, **__: 1))
-    _flash_attn("utils").convert_from_dlpack_leading_static = _semaphores  # for good: compiling needs it as well
+    _flash_attn("utils").convert_from_dlpack_leading_static = semaphores  # for good: compiling needs it as well
     with contextlib.ExitStack() as stack:
         for holder, name, value in replaced:
             stack.enter_context(mock.patch.object(holder, name, value))
@@ -159,7 +159,7 @@ def _any_documents(document_BT: Tensor, *, window: int, device: torch.device) ->
     return attention.Documents(offset=torch.empty(2, dtype=torch.int32), bound=bound, window=window)
 
 
-def _semaphores(tensor: Tensor, **_: Any) -> Any:
+def semaphores(tensor: Tensor, **_: Any) -> Any:
     """Stands for flash-attn-4's counters, the only tensors that it compiles for with their memory."""
     shape = (*(cute.sym_int() for _ in tensor.shape[:3]), tensor.shape[3])
     return cute.runtime.make_fake_compact_tensor(cutlass.Int32, shape, stride_order=(3, 2, 1, 0), assumed_align=4)

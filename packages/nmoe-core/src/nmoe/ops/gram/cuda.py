@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The symmetric products on Blackwell (B200): quack's kernel computes the tiles on one side of the diagonal.
+"""The symmetric products on both chips: quack's kernel computes the tiles on one side of the diagonal.
 
 Compute bound. A cluster's square has 256 rows: of matrices with 1024, 10 of 16 squares are computed, with 2048, 36 of 64. Smaller
 matrices, and those whose rows are no multiple of 16 bytes (which the tensor memory accelerator cannot address), are left to
-cuBLAS. Tile and limit are chosen by reasoning; compiled, never run here.
+cuBLAS. Tiles and limit are chosen by reasoning; no GPU has run them yet.
 """
 
 import torch
 from torch import Tensor
 
+from nmoe import arch
 from nmoe.ops._cute import products
 from nmoe.ops._cute.products import GemmConfig
 from nmoe.ops.gram import reference
@@ -17,25 +18,38 @@ __all__ = ["gram", "quadratic"]
 
 _SMALLEST = 1024
 """Rows from which on the kernel is used."""
-_TILE = GemmConfig(
-    tile_m=256,
-    tile_n=256,
-    pingpong=False,
-    cluster_m=2,
-    cluster_n=1,
-    is_dynamic_persistent=True,
-    device_capacity=10,
-)
+_TILES = {
+    "sm90a": GemmConfig(
+        tile_m=128,
+        tile_n=256,
+        pingpong=False,
+        cluster_m=2,
+        cluster_n=1,
+        is_dynamic_persistent=False,
+        device_capacity=9,
+    ),
+    "sm100a": GemmConfig(
+        tile_m=256,
+        tile_n=256,
+        pingpong=False,
+        cluster_m=2,
+        cluster_n=1,
+        is_dynamic_persistent=True,
+        device_capacity=10,
+    ),
+}
 
 
 def gram(matrices: Tensor) -> Tensor:
-    return products.symmetric(matrices, None, _TILE) if _fits(matrices) else reference.gram(matrices)
+    if not _fits(matrices):
+        return reference.gram(matrices)
+    return products.symmetric(matrices, None, _TILES[arch.current().name])
 
 
 def quadratic(symmetric: Tensor, *, linear: float, square: float) -> Tensor:
     if not _fits(symmetric):
         return reference.quadratic(symmetric, linear=linear, square=square)
-    return products.symmetric(symmetric, symmetric, _TILE, alpha=square, beta=linear)
+    return products.symmetric(symmetric, symmetric, _TILES[arch.current().name], alpha=square, beta=linear)
 
 
 def _fits(matrices: Tensor) -> bool:
