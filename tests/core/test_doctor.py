@@ -29,7 +29,7 @@ def test_doctor_on_a_machine_without_a_gpu(capsys):
     assert lines[-2].startswith("--  GPUs")
     assert lines[-1].startswith("ok  memory")
     assert main([str(QUICKSTART.with_name("dsv3.toml"))]) == 2
-    assert capsys.readouterr().out.splitlines()[-1].startswith("no  memory              10122.1 GiB at")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("no  memory              10.87 TB at")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without a GPU")

@@ -125,14 +125,9 @@ def _train(options: argparse.Namespace) -> int:
             raise ConfigError(f"--{name} {number}: expected {least} or more")
     if options.profile and (options.nproc or 1) > 1:
         raise ConfigError(f"--profile looks at one process; leave out --nproc {options.nproc}")
-    config = load_config(options.config, options.overrides)
-    for name, least in (("nproc", 1), ("restarts", 0)):
-        if (number := getattr(options, name)) is not None and number < least:
-            raise ConfigError(f"--{name} {number}: expected {least} or more")
     if options.profile == "":
         raise ConfigError("--profile: expected a folder, found an empty text")
-    if options.profile and (options.nproc or 1) > 1:
-        raise ConfigError(f"--profile looks at one process; leave out --nproc {options.nproc}")
+    config = load_config(options.config, options.overrides)
     if options.dry_run:
         from nmoe.train.plan import format_plan, make_plan
 

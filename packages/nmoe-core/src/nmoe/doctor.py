@@ -22,6 +22,7 @@ from nmoe.comm import probe
 from nmoe.commands import exit_status
 from nmoe.config import Config, load_config
 from nmoe.errors import ConfigError, EnvironmentFault
+from nmoe.words import size
 
 __all__ = ["Demand", "Finding", "demand_of", "doctor_parser", "examine", "main"]
 
@@ -146,7 +147,7 @@ def _shared_memory(demand: Demand) -> Finding:
         text = f'memfd_create: {error.strerror}; parallel.comm = "shm" needs it (Linux 3.17, and a container that allows it)'
         return Finding(mark="no" if demand.comm == "shm" else "--", subject="shared memory", text=text)
     needed = demand.ranks * demand.symmetric_bytes if demand.comm == "shm" else 0
-    text = f"{_size(free)} available" + (f", {_size(needed)} needed by {demand.ranks} ranks" if needed else "")
+    text = f"{size(free)} available" + (f", {size(needed)} needed by {demand.ranks} ranks" if needed else "")
     if needed > free:
         text += "; set train.micro_batch_size or parallel.ep lower"
         return Finding(mark="no", subject="shared memory", text=text)
@@ -170,7 +171,7 @@ def _no_gpu(demand: Demand) -> Finding:
 def _host_memory(demand: Demand) -> Finding:
     """Without a GPU the run lies in the memory of the machine."""
     free = probe.available_memory()
-    text = f"{_size(demand.peak_bytes)} at the moment of most, {_size(free)} available without a GPU"
+    text = f"{size(demand.peak_bytes)} at the moment of most, {size(free)} available without a GPU"
     if demand.peak_bytes <= free:
         return Finding(mark="ok", subject="memory", text=text)
     return Finding(
@@ -223,7 +224,7 @@ def _driver() -> Iterator[Finding]:
 
 def _describe(gpus: list[_Gpu]) -> Iterator[Finding]:
     for index, gpu in enumerate(gpus):
-        text = f"{gpu.name}, {_size(gpu.total)}, {_size(gpu.free)} free"
+        text = f"{gpu.name}, {size(gpu.total)}, {size(gpu.free)} free"
         if gpu.arch is None:
             text += "; no kernels for it (H100, H200, B200 have): NMOE_ARCH=reference runs plain torch"
             yield Finding(mark="no", subject=f"GPU {index}", text=text)
@@ -248,8 +249,8 @@ def _memory(gpus: list[_Gpu], demand: Demand) -> Iterator[Finding]:
     if not demand.peak_bytes:
         return
     free = min(gpu.free for gpu in gpus)
-    text = f"{_size(demand.peak_bytes)} at the moment of most and {_size(demand.symmetric_bytes)} shared with peers, "
-    text += f"{_size(free)} free"
+    text = f"{size(demand.peak_bytes)} at the moment of most and {size(demand.symmetric_bytes)} shared with peers, "
+    text += f"{size(free)} free"
     if demand.peak_bytes + demand.symmetric_bytes > free:
         text += "; set train.micro_batch_size lower or train.recompute, or use more ranks (nmoe-train --dry-run counts them)"
         yield Finding(mark="no", subject="memory", text=text)
@@ -342,10 +343,6 @@ def _warm_up(config: Config | None, chip: str) -> Finding:
     listed = warm_up(config, chip=chip, ranks=ranks, say=_write)
     text = f"{len(listed.sums)} for {chip} in {listed.folder}, {time.perf_counter() - began:.1f} s"
     return Finding(mark="ok", subject="kernels", text=text)
-
-
-def _size(number: float) -> str:
-    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
 
 
 def doctor_parser() -> argparse.ArgumentParser:
