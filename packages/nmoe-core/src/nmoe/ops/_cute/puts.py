@@ -28,6 +28,9 @@ _SIGNAL_SET, _GREATER_EQUAL = 9, 5
 """NVSHMEM_SIGNAL_SET and NVSHMEM_CMP_GE of its headers."""
 
 
+_BITCODE = ("libnvshmem_device_sm_90.bc", "libnvshmem_device.bc")  # since 3.5, and before
+
+
 class _Bitcode(cute.BitCode):
     """NVSHMEM's device functions. NVIDIA ships one file for each generation up to Hopper, which later chips use too."""
 
@@ -40,10 +43,11 @@ class _Bitcode(cute.BitCode):
         from cuda.pathfinder import find_nvidia_header_directory
 
         headers = find_nvidia_header_directory("nvshmem")
-        found = Path(headers).parent / "lib" / "libnvshmem_device_sm_90.bc" if headers else None
-        if found is None or not found.is_file():
-            raise EnvironmentFault(f"NVSHMEM's device library is missing ({found}); install nmoe-core[train]")
-        return str(found)
+        folder = Path(headers).parent / "lib" if headers else None
+        found = [folder / name for name in _BITCODE if (folder / name).is_file()] if folder else []
+        if not found:
+            raise EnvironmentFault(f"NVSHMEM's device library is missing (in {folder}); install nmoe-core[train]")
+        return str(found[0])
 
 
 _NVSHMEM = _Bitcode()
