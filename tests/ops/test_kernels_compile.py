@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from nmoe.config import load_config
+from nmoe.errors import EnvironmentFault
+from nmoe.train import warm_up as warming
+
 pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
 ARCHS = {"sm_90a": "HGMMA", "sm_100a": "UTCHMMA"}
 PRODUCTS = {"sm_90a": 11, "sm_100a": 10}  # with gathered rows and with rows in slot order; equal tiles are one kernel
@@ -140,3 +144,10 @@ def test_the_optimizers_kernel_does_to_an_element_what_plain_torch_does():
     assert float(error) < 3e-6
     assert max(first, second) <= 20
     assert unmoved < 2000, "moments that do not change would compare as equal"
+
+
+def test_what_stops_a_listing_is_said_in_one_line_with_its_place(tmp_path, monkeypatch):
+    monkeypatch.setenv("NMOE_CACHE", str(tmp_path))
+    config = load_config(Path(__file__).parents[2] / "configs" / "quickstart.toml")  # fp32, which no kernel takes
+    with pytest.raises(EnvironmentFault, match=r"found torch\.float32.* \(in nmoe/ops/\w+/\w+\.py:\d+, \w+\)"):
+        warming.warm_up(config, chip="sm_90a", ranks=1, say=print)

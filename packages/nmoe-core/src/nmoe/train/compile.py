@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import nmoe
 from nmoe.comm.communicator import Symmetric
 from nmoe.config import Config
 from nmoe.config.load import parse_config
@@ -33,7 +35,7 @@ from nmoe.rdep.experts import Experts
 from nmoe.rdep.nodes import exchange_of
 from nmoe.train.warm_up import Listed, checksum
 
-__all__ = ["tasks_of"]
+__all__ = ["tasks_of", "told"]
 
 _MOST_PROCESSES = 16  # each takes up to 1 GB
 _PR_SET_PDEATHSIG = 1
@@ -87,6 +89,14 @@ def tasks_of(config: Config, *, ranks: int) -> list[Task]:
     return tasks
 
 
+def told(error: Exception) -> str:
+    """An error in one line, with the line of this package that met it: a list goes through many libraries."""
+    root = Path(nmoe.__file__).parent
+    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_relative_to(root)]
+    where = f" (in nmoe/{Path(ours[-1].filename).relative_to(root)}:{ours[-1].lineno}, {ours[-1].name})" if ours else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{where}"
+
+
 def _damaged(path: Path, sums: dict[Path, str]) -> bool:
     """Whether an object file is not what was written; without a checksum, whether it is cut off."""
     if path in sums:
@@ -122,7 +132,7 @@ def _compile(number: int) -> float:
         _tasks[number].compile()
     except Exception as error:  # noqa: BLE001  the compiler's cannot always be sent to another process
         names = ", ".join(_tasks[number].kernels.values())
-        raise RuntimeError(f"{names}: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from None
+        raise RuntimeError(f"{names}: {told(error)}") from None
     lost = [name for path, name in _tasks[number].kernels.items() if not path.exists()]
     if lost:
         raise OSError(f"{', '.join(lost)}: compiled, but not stored; is there room on the disk?")
@@ -164,7 +174,11 @@ def main() -> int:
     _begin()
     chip = os.environ["CUTE_DSL_ARCH"]
     config = parse_config(sys.stdin.read(), where="stdin", name="run")
-    tasks = tasks_of(config, ranks=options.ranks)
+    try:
+        tasks = tasks_of(config, ranks=options.ranks)
+    except Exception as error:  # noqa: BLE001  of any library that a model goes through
+        sys.stderr.write(f"listing the kernels: {told(error)}; with PyTorch {torch.__version__}\n")
+        return 1
     listed = Listed.read(options.list)
     missing = _missing(tasks, listed.folder)
     kernels = {path: name for task in tasks for path, name in task.kernels.items()}
