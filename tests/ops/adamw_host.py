@@ -31,16 +31,10 @@ def on_host(
     offset: Int64,
     low: Int32,
     high: Int32,
-    kept: Float32,
-    pace: Float32,
-    beta1: Float32,
-    beta2: Float32,
-    correction2: Float32,
-    eps: Float32,
+    *numbers: Float32,
 ):
     for i in cutlass.range(mValue.shape[0]):
-        numbers = (low, high, kept, pace, beta1, beta2, correction2, eps)
-        value, first, second = moved(mValue[i], mGrad[i], mFirst[i], mSecond[i], offset + i, *numbers)
+        value, first, second = moved(mValue[i], mGrad[i], mFirst[i], mSecond[i], offset + i, (low, high), numbers)
         mValue[i] = value
         mFirst[i] = first
         mSecond[i] = second
@@ -52,9 +46,8 @@ def main() -> None:
     arrays = [value, grad, first.bfloat16(), second.square().bfloat16()]
     expected = [array.clone() for array in arrays]
     reference.step(*expected, rule=RULE, key=KEY, offset=OFFSET)
-    numbers = (RULE.kept, RULE.pace, RULE.beta1, RULE.beta2, RULE.correction2, RULE.eps)
     low, high = words(KEY)
-    scalars = (Int64(OFFSET), Int32(low), Int32(high), *map(Float32, numbers))
+    scalars = (Int64(OFFSET), Int32(low), Int32(high), *map(Float32, RULE.numbers))
     tensors = [from_dlpack(array) for array in arrays]
     cute.compile(on_host, *tensors, *scalars)(*tensors, *scalars)
     values = float((arrays[0] - expected[0]).abs().max())

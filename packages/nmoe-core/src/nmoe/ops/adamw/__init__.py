@@ -52,8 +52,13 @@ class Rule:
 
     @property
     def correction2(self) -> float:
-        """What the second moment is divided by."""
-        return 1.0 - self.beta2**self.number
+        """Factor that corrects the second moment."""
+        return 1.0 / (1.0 - self.beta2**self.number)
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """What an element is moved by: kept, pace, 1 - beta1, beta2, 1 - beta2, correction2, eps."""
+        return (self.kept, self.pace, 1.0 - self.beta1, self.beta2, 1.0 - self.beta2, self.correction2, self.eps)
 
 
 class Kernels(Protocol):

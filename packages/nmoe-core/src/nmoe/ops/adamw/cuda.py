@@ -49,28 +49,19 @@ def _rounded(value: Float32, bits: Int32) -> BFloat16:
 
 
 @cute.jit
-def moved(
-    value: Float32,
-    grad: Float32,
-    first: BFloat16,
-    second: BFloat16,
-    place: Int64,
-    low: Int32,
-    high: Int32,
-    kept: Float32,
-    pace: Float32,
-    beta1: Float32,
-    beta2: Float32,
-    correction2: Float32,
-    eps: Float32,
-):
-    """Value and moments of one element after the update; a test compiles it for the host, too."""
+def moved(value: Float32, grad: Float32, first: BFloat16, second: BFloat16, place: Int64, key: Any, numbers: Any):
+    """Value and moments of one element after the update; a test compiles it for the host, too.
+
+    Each sum of a product is one fused operation that stands here: which others the compiler would fuse depends on how many
+    elements a thread has, and an element must come out the same wherever it lies.
+    """
+    kept, pace, share1, beta2, share2, correction2, eps = numbers
     mean = Float32(first)
-    mean = mean + (grad - mean) * (Float32(1.0) - beta1)
-    square = Float32(second) * beta2 + grad * grad * (Float32(1.0) - beta2)
-    size = cute.math.sqrt(square / correction2) + eps
-    bits = _mix(_mix(Int32(place) ^ low) ^ Int32(place >> 32) ^ high)
-    return value * kept - pace * mean / size, _rounded(mean, bits), _rounded(square, bits >> 16)
+    mean = cute.math.fma(grad - mean, share1, mean)
+    square = cute.math.fma(grad * share2, grad, Float32(second) * beta2)
+    size = cute.math.sqrt(square * correction2) + eps
+    bits = _mix(_mix(Int32(place) ^ key[0]) ^ Int32(place >> 32) ^ key[1])
+    return cute.math.fma(-pace, mean / size, value * kept), _rounded(mean, bits), _rounded(square, bits >> 16)
 
 
 @cute.kernel
@@ -80,14 +71,8 @@ def _step_kernel(
     mFirst: cute.Tensor,
     mSecond: cute.Tensor,
     offset: Int64,
-    low: Int32,
-    high: Int32,
-    kept: Float32,
-    pace: Float32,
-    beta1: Float32,
-    beta2: Float32,
-    correction2: Float32,
-    eps: Float32,
+    key: Any,
+    numbers: Any,
     width: cutlass.Constexpr[int],
 ):
     tid, _, _ = cute.arch.thread_idx()
@@ -104,8 +89,7 @@ def _step_kernel(
         cute.autovec_copy(cute.local_tile(mSecond, (width,), (item,)), rSecond)
         for i in cutlass.range_constexpr(width):
             place = offset + Int64(item) * width + i
-            numbers = (low, high, kept, pace, beta1, beta2, correction2, eps)
-            value, first, second = moved(rValue[i], rGrad[i], rFirst[i], rSecond[i], place, *numbers)
+            value, first, second = moved(rValue[i], rGrad[i], rFirst[i], rSecond[i], place, key, numbers)
             rValue[i] = value
             rFirst[i] = first
             rSecond[i] = second
@@ -125,18 +109,18 @@ def _step_entry(
     high: Int32,
     kept: Float32,
     pace: Float32,
-    beta1: Float32,
+    share1: Float32,
     beta2: Float32,
+    share2: Float32,
     correction2: Float32,
     eps: Float32,
     width: cutlass.Constexpr[int],
     stream: Any,
 ):
-    _step_kernel(
-        mValue, mGrad, mFirst, mSecond, offset, low, high, kept, pace, beta1, beta2, correction2, eps, width
-    ).launch(
+    numbers = (kept, pace, share1, beta2, share2, correction2, eps)
+    _step_kernel(mValue, mGrad, mFirst, mSecond, offset, (low, high), numbers, width).launch(
         grid=[cute.ceil_div(mValue.shape[0] // width, _THREADS), 1, 1], block=[_THREADS, 1, 1], stream=stream
-    )  # fmt: skip
+    )
 
 
 @kernel_cache
@@ -145,7 +129,7 @@ def step_kernel(width: int) -> Any:
     tensors = [
         fake(dtype, None, align=align) for dtype, align in (("float32", wide), ("bfloat16", narrow)) for _ in "12"
     ]
-    return compile_kernel(_step_entry, *tensors, Int64(0), Int32(0), Int32(0), *[Float32(0.0)] * 6, width)
+    return compile_kernel(_step_entry, *tensors, Int64(0), Int32(0), Int32(0), *[Float32(0.0)] * 7, width)
 
 
 def step(value: Tensor, gradient: Tensor, first: Tensor, second: Tensor, *, rule: Rule, key: int, offset: int) -> None:
@@ -154,8 +138,7 @@ def step(value: Tensor, gradient: Tensor, first: Tensor, second: Tensor, *, rule
             f"adamw: found {value.dtype} values with {first.dtype} moments, the kernel takes float32 with bfloat16; "
             "set NMOE_ARCH=reference"
         )
-    low, high = words(key)
-    numbers = (low, high, rule.kept, rule.pace, rule.beta1, rule.beta2, rule.correction2, rule.eps)
+    numbers = (*words(key), *rule.numbers)
     flat = (tensor.view(-1).split(_LONGEST) for tensor in (value, gradient, first, second))
     for parts in zip(*flat, strict=True):
         length = len(parts[0])

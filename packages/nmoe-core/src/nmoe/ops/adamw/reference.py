@@ -18,7 +18,7 @@ def step(value: Tensor, gradient: Tensor, first: Tensor, second: Tensor, *, rule
         mean = first_bf16.float().lerp_(grad, 1.0 - rule.beta1)
         square = second_bf16.float().mul_(rule.beta2).addcmul_(grad, grad, value=1.0 - rule.beta2)
         x.mul_(rule.kept)
-        x.addcdiv_(mean, (square / rule.correction2).sqrt_().add_(rule.eps), value=-rule.pace)
+        x.addcdiv_(mean, (square * rule.correction2).sqrt_().add_(rule.eps), value=-rule.pace)
         bits = noise(key, offset=offset, count=len(x), device=x.device)
         first_bf16.copy_(round_up_at_random(mean, bits))
         second_bf16.copy_(round_up_at_random(square, bits >> 16))
