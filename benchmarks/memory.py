@@ -16,9 +16,9 @@ import torch
 
 from nmoe.config import Config, load_config
 from nmoe.model.transformer import Transformer
-from nmoe.train.memory import plan_memory, recompute_choices
+from nmoe.train.memory import recompute_choices
 from nmoe.train.ranks import Ranks
-from nmoe.train.setup import build, choose_device
+from nmoe.train.setup import build, choose_device, planned_memory
 
 
 def micro_batch(model: Transformer, config: Config, device: torch.device) -> None:
@@ -64,7 +64,7 @@ def main() -> None:
         )
         choices = list(recompute_choices(config))
         for choice in choices if options.all_recompute else [choices[0], choices[-1]]:
-            plan = plan_memory(choice, kernels=True)
+            plan = planned_memory(choice, Ranks(rank=0, size=1, device=device))
             found = measured(choice, device)
             name = ",".join(choice.train.recompute) or "none"
             error = 100 * (plan.peak / found - 1)

@@ -32,9 +32,8 @@ from nmoe.model.transformer import compute_dtype
 from nmoe.ops import registry
 from nmoe.train.health import router_health
 from nmoe.train.loop import StepResult, train_step
-from nmoe.train.memory import plan_memory
 from nmoe.train.ranks import Ranks, join_ranks
-from nmoe.train.setup import Parts, build, choose_device
+from nmoe.train.setup import Parts, build, choose_device, planned_memory
 from nmoe.train.throughput import device_peak, flop_per_token
 from nmoe.train.warm_up import warm_up_ranks
 
@@ -89,7 +88,7 @@ def figures(config: Config, ranks: Ranks, steps: list[Step]) -> dict[str, Any]:
     loads = [router_health(step.result.load_LE).max_over_mean.max(initial=1.0) for step in steps]
     received = [step.result.received_LR for step in steps]
     overload = [float((rows.max(axis=1) / rows.mean(axis=1).clip(min=1e-9)).max(initial=1.0)) for rows in received]
-    plan = plan_memory(config, kernels=arch.current().target is not None, ranks=ranks.size)
+    plan = planned_memory(config, ranks)
     held = torch.cuda.max_memory_allocated(ranks.device) if ranks.device.type == "cuda" else 0
     parts = {
         part: statistics.median(step.result.seconds[part] for step in steps)

@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_iter
 
 from nmoe.config import Config
 from nmoe.model.transformer import ModelOutput
+from nmoe.rdep.experts import Experts
+from nmoe.rdep.held import rounded
 from nmoe.train.memory import kept_activations, plan_memory
 from nmoe.train.plan import GPU_BYTES, format_plan, make_plan
 from nmoe.train.ranks import Ranks
@@ -61,10 +63,14 @@ def forward(parts: Parts, config: Config) -> ModelOutput:
     )
 
 
-def measured_peak(config: Config) -> int:
+def measured_peak(config: Config, *, copies: bool = False) -> int:
     """Of a step that finds the optimizer's state in place, as every step but the first does."""
     parts = build(config, Ranks(rank=0, size=1, device=torch.device("cpu")))
-    state = (*parts.model.parameters(), *parts.model.buffers(), *parts.optimizer.state().values())
+    state = [*parts.model.parameters(), *parts.model.buffers(), *parts.optimizer.state().values()]
+    if copies:  # as on a GPU with room for them
+        for experts in [module for module in parts.model.modules() if isinstance(module, Experts)]:
+            experts.hold(copies=True)
+            state += [rounded(weight, torch.bfloat16) for weight in experts.parameters()]
     with Allocations(*state) as allocations:
         for _ in range(config.train.accumulation):
             output = forward(parts, config)
@@ -102,6 +108,14 @@ def measured_peak(config: Config) -> int:
 def test_planned_peak_is_within_two_percent_of_the_allocations_of_a_step(tiny, overrides):
     config = tiny(*COMMON, *overrides)
     assert plan_memory(config, kernels=False).peak == pytest.approx(measured_peak(config), rel=0.02)
+
+
+def test_planned_peak_counts_the_rounded_experts_that_are_kept(tiny):
+    config = tiny(*COMMON, "train.dtype=bf16", "moe.expert_size=128")
+    plan = plan_memory(config, kernels=False, memory=1e12)
+    assert plan.peak == pytest.approx(measured_peak(config, copies=True), rel=0.02)
+    assert plan.copies > 0.02 * plan.peak
+    assert plan_memory(config, kernels=False, memory=plan.peak).copies == 0  # no room
 
 
 @pytest.mark.parametrize("overrides", [(), ("train.dtype=bf16", *GQA), (ALL,), ("model.mtp_depth=1",)], ids=" ".join)

@@ -26,6 +26,8 @@ _CHUNK_BYTES, _CHUNK_TOKENS = 1_650_000_000, 16384
 """Most memory and tokens of the kernels' chunk of logits, a power of two of tokens (`nmoe.ops.cross_entropy.cuda`)."""
 _CHUNK_MOMENTS, _CHUNK_MUON = 1 << 24, 1 << 26
 """Elements that AdamW with bf16 moments, and Muon, work on at once (`nmoe.optim`)."""
+_ROOM = 0.92
+"""Share of a GPU's memory that a plan may fill before what is only convenient has to go."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +36,7 @@ class Memory:
 
     Attributes:
         masters: parameters and buffers.
+        copies: the experts rounded to the activations' dtype, kept where there is room for them.
         gradients: of parameters, that are there at that moment.
         moments: of the optimizer.
         activations: kept from forward to backward.
@@ -42,6 +45,7 @@ class Memory:
     """
 
     masters: int
+    copies: int
     gradients: int
     moments: int
     activations: int
@@ -51,7 +55,7 @@ class Memory:
     @property
     def peak(self) -> int:
         """All of it."""
-        return self.masters + self.gradients + self.moments + self.activations + self.working
+        return self.masters + self.copies + self.gradients + self.moments + self.activations + self.working
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +72,8 @@ class _Widths:
     """Ranks that share the experts of a layer."""
     keeps_casts: bool = True
     """Whether autograd keeps rounded copies of dense weights; ranks that share them gather them again instead."""
+    copies: bool = False
+    """Whether the experts are kept rounded."""
 
     @property
     def swiglu_backward(self) -> int:
@@ -209,7 +215,7 @@ def _routed_working(config: Config, s: _Widths) -> int:
     """Held by the backward of the routed experts: their gradients, and what flows between four products."""
     moe, D, slots = config.moe, config.model.hidden_size, s.T * config.moe.top_k
     w2 = moe.num_experts // s.ep * D * moe.expert_size
-    rounded = 0 if s.a == s.m else s.a
+    rounded = 0 if s.a == s.m or s.copies else s.a
     act = slots * moe.expert_size * s.a
     again = 2 * act if "experts" in config.train.recompute else 0
     steps = slots * moe.expert_size * s.swiglu_backward  # all of them at once in plain torch
@@ -267,7 +273,7 @@ def _muon_working(name: str, shape: tuple[int, ...], s: _Widths, *, narrow: bool
     return max(rounding, 2 * size * s.w + int(min(_CHUNK_MUON, size) * s.a * (2 + 2 * square)))
 
 
-def plan_memory(config: Config, *, kernels: bool, ranks: int = 1) -> Memory:
+def plan_memory(config: Config, *, kernels: bool, ranks: int = 1, memory: float = 0.0) -> Memory:
     """The moment of most memory in a step, on one rank.
 
     Args:
@@ -275,20 +281,31 @@ def plan_memory(config: Config, *, kernels: bool, ranks: int = 1) -> Memory:
         kernels: whether the ops are kernels (True) or plain torch (False).
         ranks: that share master values, gradients and moments evenly, and gather two layers' weights at a time; rows
             spread evenly over the experts. The buffers of RDEP come on top.
+        memory: bytes of the GPU, for what a run keeps only where there is room: the experts rounded. 0: it keeps none.
     """
     s = _widths(config, kernels=kernels, ranks=ranks)
-    kept = kept_activations(config, kernels=kernels, ranks=ranks)
+    if ranks == 1 and s.a != s.m and memory:
+        kept = _peak(config, replace(s, copies=True))
+        if kept.peak < _ROOM * memory:
+            return kept
+    return _peak(config, s, ranks=ranks)
+
+
+def _peak(config: Config, s: _Widths, *, ranks: int = 1) -> Memory:
+    kept = kept_activations(config, kernels=s.kernels, ranks=ranks)
     shapes = {name: math.prod(shape) for name, shape in parameter_shapes(config).items()}
     every = s.m * sum(shapes.values())
     width = 2 if config.optim.moment_dtype == "bf16" else s.m
     moments = width * sum(
         _moments(name, shape, config) * math.prod(shape) for name, shape in parameter_shapes(config).items()
     )
+    experts = sum(size for name, size in shapes.items() if ".experts." in name)
     gathered = 0 if ranks == 1 else _gathered(config, s, copies=ranks > s.ep)
 
     def at(moment: str, *, gradients: int, activations: int, working: int) -> Memory:
         return Memory(
             masters=every // ranks,
+            copies=s.a * experts if s.copies else 0,
             gradients=gradients // ranks,
             moments=moments // ranks,
             activations=activations,

@@ -72,7 +72,7 @@ def make_plan(config: Config, *, nproc: int | None = None) -> Plan:
     sizes = {"master values": float(wide), "gradients": float(wide), "moments": whole.moments / parameters}
     fewest = _fewest(config, kernels=kernels)
     gpus = nproc or fewest
-    memory = plan_memory(config, kernels=kernels, ranks=gpus or _MOST_GPUS)
+    memory = plan_memory(config, kernels=kernels, ranks=gpus or _MOST_GPUS, memory=GPU_BYTES)
     return Plan(
         parameters=parameters,
         active_parameters=active,
@@ -126,7 +126,8 @@ def format_plan(plan: Plan, *, config: Config) -> str:
         ),
         (
             "peak",
-            f"{size(memory.peak)} on each, in the {memory.moment}: master values {size(memory.masters)}, gradients "
+            f"{size(memory.peak)} on each, in the {memory.moment}: master values {size(memory.masters)}, "
+            f"{f'experts in bf16 {size(memory.copies)}, ' if memory.copies else ''}gradients "
             f"{size(memory.gradients)}, moments {size(memory.moments)}, activations {size(memory.activations)}, "
             f"working {size(memory.working)}",
         ),

@@ -27,7 +27,7 @@ from nmoe.pieces import Piece
 from nmoe.rdep.exchange import Exchange
 from nmoe.rdep.experts import Experts
 from nmoe.rdep.nodes import NodeExchange, exchange_of
-from nmoe.train.memory import plan_memory
+from nmoe.train.memory import Memory, plan_memory
 from nmoe.train.ranks import Ranks, world_of
 from nmoe.train.shard import shard
 from nmoe.train.throughput import host_memory_bytes
@@ -40,12 +40,12 @@ __all__ = [
     "choose_device",
     "log_device",
     "log_ranks",
+    "planned_memory",
     "restore",
     "start_from",
 ]
 
 _log = logging.getLogger(__name__)
-_ROOM = 0.92  # of a GPU's memory that a plan may fill before what is only convenient has to go
 _HOPELESS = 1.25  # times the memory there is: no plan is so wrong that it would do
 
 
@@ -179,7 +179,7 @@ def _refuse_too_large(config: Config, ranks: Ranks) -> None:
         there, sharing, what = torch.cuda.mem_get_info(ranks.device)[1], 1, "the GPU"
     else:
         there, sharing, what = host_memory_bytes(), world_of(os.environ)[3], "the machine"
-    plan = plan_memory(config, kernels=arch.current().target is not None, ranks=ranks.size)
+    plan = plan_memory(config, kernels=arch.current().target is not None, ranks=ranks.size)  # without what can go
     if plan.peak * sharing > _HOPELESS * there:
         raise EnvironmentFault(
             f"{sharing} x {plan.peak / 1e9:.4g} GB are needed in the {plan.moment}, but {what} has {there / 1e9:.4g} GB; "
@@ -187,17 +187,20 @@ def _refuse_too_large(config: Config, ranks: Ranks) -> None:
         )
 
 
+def planned_memory(config: Config, ranks: Ranks) -> Memory:
+    """The plan of this run on this device, with what is kept because there is room."""
+    memory = torch.cuda.mem_get_info(ranks.device)[1] if ranks.device.type == "cuda" else 0
+    return plan_memory(config, kernels=arch.current().target is not None, ranks=ranks.size, memory=memory)
+
+
 def _hold_experts(model: Transformer, config: Config, device: torch.device) -> None:
     """Lets the experts' gradients add up in place and, on a GPU with room for it, keeps the experts rounded."""
     experts = [module for module in model.modules() if isinstance(module, Experts)]
-    copies = False
+    copies = planned_memory(config, Ranks(rank=0, size=1, device=device)).copies
     if device.type == "cuda" and compute_dtype(config) == torch.bfloat16:
-        size = 2 * sum(parameter.numel() for module in experts for parameter in module.parameters())
-        peak = plan_memory(config, kernels=arch.current().target is not None).peak
-        copies = peak + size < _ROOM * torch.cuda.mem_get_info(device)[1]
-        _log.info("the experts in bf16, %.3g GB, are %s", size / 1e9, "kept" if copies else "made for each product")
+        _log.info("the experts in bf16 are %s", f"kept, {copies / 1e9:.3g} GB" if copies else "made for each product")
     for module in experts:
-        module.hold(copies=copies)
+        module.hold(copies=copies > 0)
 
 
 def start_from(parts: Parts, path: Path) -> None:
