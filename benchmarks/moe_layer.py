@@ -1,29 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """The MoE layer on one GPU against its peers: same rows, same routing, one process a peer.
 
-    python benchmarks/moe_layer.py [--shape 0] [--peer nmoe] [--zipf 1.0] [--csv results.csv] [--plot results.html]
+    python benchmarks/moe_layer.py [--shape 0] [--peer nmoe] [--zipf 1.0] [--csv results.csv] [--plot results.html] [--profile]
 
 Prints, for router to combine, medians over steps that follow each other without a wait, as in training (the host runs
 ahead): forward; forward + backward into fresh gradients; the same adding to gradients that exist; the same replayed as a
 CUDA graph; the host's own time a step; and what is kept for backward. FLOP: 6*T*K*F*D forward, 18*T*K*F*D with backward.
-Weights and gradients are bf16 for everyone. The share is of a dense 8192^3 bf16 product, timed just before. With --zipf
-the experts' popularity falls as rank^-exponent. A peer that is not installed or fails is printed as such.
+Weights and gradients are bf16 for everyone. The share is of a dense 8192^3 bf16 product, timed just before, for as long as
+the layer, so that the chip is as hot. With --zipf the experts' popularity falls as rank^-exponent. A peer that is not
+installed or fails is printed as such. Graphs come last: a capture that fails costs that peer the graphs, with the reason,
+and nothing else. --profile lists the kernels of a step in their order, and what lies between them.
 """
 
 import argparse
 import csv
+import itertools
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from moe_peers import DEVICE, HALF, PEERS
-from torch import Tensor
+from torch import Tensor, nn
 
 SHAPES = [  # T, D, F, E, K
     (32768, 2048, 1408, 64, 6),
@@ -34,7 +38,7 @@ SHAPES = [  # T, D, F, E, K
     (512, 2048, 1408, 64, 6),
 ]
 FIELDS = ["peer", "T", "D", "F", "E", "K", "zipf", "dense_tflops", "forward_ms", "both_ms", "adding_ms", "graph_ms"]
-FIELDS += ["host_ms", "kept_gib", "failure"]
+FIELDS += ["host_ms", "kept_gib", "failure", "graph_failure"]
 
 
 def milliseconds(work: Callable[[], object], *, runs: int, before: Callable[[], None] = lambda: None) -> float:
@@ -62,90 +66,177 @@ def data(shape: tuple[int, ...], zipf: float) -> tuple[Tensor, Tensor, Tensor]:
     return x.requires_grad_(), torch.randn_like(x), router.to(HALF)
 
 
-def measure(peer: str, shape: tuple[int, ...], zipf: float) -> dict[str, float]:
-    """The figures of one peer at one shape."""
+@dataclass(kw_only=True)
+class Step:
+    """One peer's layer at one shape."""
+
+    x: Tensor
+    dout: Tensor
+    layer: Callable[[Tensor], Tensor]
+    parameters: list[nn.Parameter]
+
+    def __call__(self) -> None:
+        """Forward and backward."""
+        self.layer(self.x).backward(self.dout)
+
+    def clear_rows(self) -> None:
+        self.x.grad = None
+
+    def clear(self) -> None:
+        for leaf in (self.x, *self.parameters):
+            leaf.grad = None
+
+
+def prepared(peer: str, shape: tuple[int, ...], zipf: float) -> Step:
+    """The layer with every kernel compiled, those that add to gradients too."""
     x, dout, router = data(shape, zipf)
     layer, parameters = PEERS[peer](router, shape[2], shape[4])
+    step = Step(x=x, dout=dout, layer=layer, parameters=parameters)
+    for _ in range(2):
+        step()
+    step.clear()
+    torch.cuda.synchronize()
+    return step
 
-    def clear() -> None:
-        x.grad = None
-        for parameter in parameters:
-            parameter.grad = None
 
-    def step() -> None:
-        layer(x).backward(dout)
-
-    def clear_rows() -> None:
-        x.grad = None
-
-    step()
-    clear()
-    before = torch.cuda.memory_allocated()
-    out = layer(x)
-    kept = (torch.cuda.memory_allocated() - before - out.nbytes) / 2**30
-    del out
-    runs = 24 if shape[0] > 4096 else 64
+def dense(runs: int) -> float:
+    """TFLOP/s of an 8192^3 product, once the chip is warm."""
     a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=HALF) for _ in range(2))
-    found = {"dense_tflops": 2 * 8192**3 / milliseconds(lambda: a @ b, runs=24) / 1e9, "kept_gib": kept}
-    found["forward_ms"] = milliseconds(lambda: layer(x), runs=runs)
-    found["both_ms"] = milliseconds(step, runs=runs, before=clear)
+    return 2 * 8192**3 / milliseconds(lambda: a @ b, runs=runs) / 1e9
+
+
+def measure(step: Step, runs: int) -> dict[str, float]:
+    """All figures but the graph's."""
+    before = torch.cuda.memory_allocated()
+    out = step.layer(step.x)
+    found = {"kept_gib": (torch.cuda.memory_allocated() - before - out.nbytes) / 2**30}
+    del out
+    found["dense_tflops"] = dense(256)
+    found["forward_ms"] = milliseconds(lambda: step.layer(step.x), runs=runs)
+    found["both_ms"] = milliseconds(step, runs=runs, before=step.clear)
     begin = time.perf_counter()
     for _ in range(8):
+        step.clear()
         step()
-        clear()
     found["host_ms"] = (time.perf_counter() - begin) / 8 * 1e3
-    step()
-    found["adding_ms"] = milliseconds(step, runs=runs, before=clear_rows)
-    clear()
-    found["graph_ms"] = milliseconds(_captured(step, clear).replay, runs=runs)
+    found["adding_ms"] = milliseconds(step, runs=runs, before=step.clear_rows)
+    step.clear()
     return found
 
 
-def _captured(step: Callable[[], None], clear: Callable[[], None]) -> torch.cuda.CUDAGraph:
+def captured(step: Step) -> torch.cuda.CUDAGraph:
+    """A graph of forward and backward into fresh gradients."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         step()
-        clear()
+        step.clear()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    clear()
+    step.clear()
     return graph
 
 
 def run_peer(peer: str, shapes: list[int], zipf: float, path: Path) -> None:
-    """Measures one peer in this process, and adds a row a shape to a CSV file."""
+    """Measures one peer in this process, and adds a row a shape to a CSV file; then completes the rows by the graphs."""
+    rows: list[dict[str, Any]] = []
     for number in shapes:
         shape = SHAPES[number]
         row: dict[str, Any] = dict(zip(("T", "D", "F", "E", "K"), shape, strict=True)) | {"peer": peer, "zipf": zipf}
         try:
-            row |= measure(peer, shape, zipf)
+            row |= measure(prepared(peer, shape, zipf), _runs(shape))
         except Exception as error:  # noqa: BLE001 - a peer that cannot run is a result too
-            row["failure"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+            row["failure"] = _reason(error)
         torch.cuda.empty_cache()
         print(describe(row), flush=True)
-        new = not path.exists()
-        with path.open("a", newline="") as stream:
-            writer = csv.DictWriter(stream, FIELDS)
-            if new:
-                writer.writeheader()
-            writer.writerow(row)
+        rows.append(row)
+    others = _read(path) if path.exists() else []
+    _write(path, others + rows)
+    failed = ""
+    for number, row in zip(shapes, rows, strict=True):
+        if row.get("failure"):
+            continue
+        try:  # after a failed capture the process may be unable to capture anything
+            row["graph_failure"] = f"not tried after: {failed}" if failed else None
+            if not failed:
+                replay = captured(prepared(peer, SHAPES[number], zipf)).replay
+                row["graph_ms"] = milliseconds(replay, runs=_runs(SHAPES[number]))
+                del replay
+                torch.cuda.empty_cache()
+        except Exception as error:  # noqa: BLE001 - as above
+            row["graph_failure"] = failed = _reason(error)
+        result = f"failed: {row['graph_failure']}" if row["graph_failure"] else f"{row['graph_ms']:.3f} ms"
+        print(f"{head(row)} graph {result}", flush=True)
+        _write(path, others + rows)
+
+
+def _runs(shape: tuple[int, ...]) -> int:
+    return 24 if shape[0] > 4096 else 64
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    with path.open(newline="") as stream:
+        return [*csv.DictReader(stream)]
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    with path.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, FIELDS)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def print_profile(peer: str, shape: tuple[int, ...], zipf: float, steps: int = 24) -> None:
+    """The kernels of a step in their order: mean milliseconds, share, and the idle time of the GPU before each."""
+    step = prepared(peer, shape, zipf)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(steps):
+            step.clear()
+            step()
+        torch.cuda.synchronize()
+    events = [event for event in profile.events() or [] if event.device_type == torch.profiler.DeviceType.CUDA]
+    events.sort(key=lambda event: event.time_range.start)
+    size = len(events) // steps
+    if len(events) % steps:
+        print(f"{len(events)} kernels in {steps} steps: steps differ, so the order below is wrong")
+    events = events[size * (steps // 4) :]  # the first quarter warms up
+    steps -= steps // 4
+    busy, idle = [0.0] * size, [0.0] * size
+    end = events[0].time_range.start
+    for number, event in enumerate(events):
+        span = event.time_range
+        idle[number % size] += max(0.0, span.start - end) / steps / 1e3
+        busy[number % size] += (span.end - min(max(span.start, end), span.end)) / steps / 1e3
+        end = max(end, span.end)
+    total = (end - events[0].time_range.start) / steps / 1e3
+    print(f"{peer} T={shape[0]} D={shape[1]} F={shape[2]} E={shape[3]} K={shape[4]} zipf={zipf}: {size} kernels a step")
+    print(f"  {total:.3f} ms a step = {sum(busy):.3f} in kernels + {sum(idle):.3f} between them")
+    for number in range(size):
+        print(
+            f"  {busy[number]:7.3f} ms {busy[number] / total:6.1%}  after {idle[number] * 1e3:6.1f} us  {events[number].name[:110]}"
+        )
+
+
+def head(row: dict) -> str:
+    return f"{row['peer']:14s} T={row['T']} D={row['D']} F={row['F']} E={row['E']} K={row['K']} zipf={row['zipf']}"
 
 
 def describe(row: dict) -> str:
-    head = f"{row['peer']:14s} T={row['T']} D={row['D']} F={row['F']} E={row['E']} K={row['K']} zipf={row['zipf']}"
     if row.get("failure"):
-        return f"{head} failed: {row['failure']}"
+        return f"{head(row)} failed: {row['failure']}"
     flop = 6 * int(row["T"]) * int(row["K"]) * int(row["F"]) * int(row["D"]) / 1e9
-    forward, both, adding, graph = (float(row[f"{name}_ms"]) for name in ("forward", "both", "adding", "graph"))
+    forward, both, adding = (float(row[f"{name}_ms"]) for name in ("forward", "both", "adding"))
     rate = 3 * flop / both
     return (
-        f"{head} forward {forward:.3f} ms {flop / forward:.0f} TFLOP/s, both {both:.3f} ms {rate:.0f} TFLOP/s "
+        f"{head(row)} forward {forward:.3f} ms {flop / forward:.0f} TFLOP/s, both {both:.3f} ms {rate:.0f} TFLOP/s "
         f"({rate / float(row['dense_tflops']):.2f} of dense {float(row['dense_tflops']):.0f}), adding {adding:.3f} ms "
-        f"{3 * flop / adding:.0f}, graph {graph:.3f} ms, host {float(row['host_ms']):.2f} ms, "
-        f"kept {float(row['kept_gib']):.2f} GiB"
+        f"{3 * flop / adding:.0f}, host {float(row['host_ms']):.2f} ms, kept {float(row['kept_gib']):.2f} GiB"
     )
 
 
@@ -169,11 +260,16 @@ def main() -> None:
     parser.add_argument("--zipf", type=float, default=0.0, help="exponent of the experts' popularity; 0 is uniform")
     parser.add_argument("--csv", type=Path, help="rows are added to it")
     parser.add_argument("--plot", type=Path, help="HTML; without a GPU nothing is measured and --csv is drawn")
+    parser.add_argument("--profile", action="store_true", help="the kernels of a step instead of its figures")
     options = parser.parse_args()
     path = options.csv or Path(tempfile.mkdtemp()) / "moe_layer.csv"
     shapes, peers = options.shape or [*range(len(SHAPES))], options.peer or [*PEERS]
     if options.plot and not torch.cuda.is_available():
         peers = []
+    if options.profile:
+        for peer, number in itertools.product(peers, shapes):
+            print_profile(peer, SHAPES[number], options.zipf)
+        return
     if len(peers) == 1:
         print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}", flush=True)
         run_peer(peers[0], shapes, options.zipf, path)
