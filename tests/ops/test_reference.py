@@ -230,15 +230,23 @@ def test_project_keeps_full_precision_and_saves_the_row_as_it_is():
     w = torch.randn(8, 64, requires_grad=True)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        logits = route_topk.project(x, w)
+        logits, again = route_topk.project(x, w)
+    assert again.data_ptr() == x.data_ptr()
     assert logits.dtype == torch.float32
     assert sum(t.numel() * t.element_size() for t in saved) == x.numel() * 2 + w.numel() * 4
     torch.testing.assert_close(logits, x.float() @ w.t())
 
-    def plain(x, w):
-        return x @ w.t()
+    def ours(x, w):
+        logits, x = route_topk.project(x, w)
+        return torch.cat((logits, x.square()), dim=1)
 
-    _assert_same_gradients(route_topk.project, plain, _leaf(9, 12), _leaf(5, 12))
+    def plain(x, w):
+        return torch.cat((x @ w.t(), x.square()), dim=1)
+
+    _assert_same_gradients(ours, plain, _leaf(9, 12), _leaf(5, 12))
+    logits, _ = route_topk.project(x, w)  # used by nothing else, then
+    logits.sum().backward()
+    torch.testing.assert_close(x.grad, w.detach().sum(dim=0).expand(40, 64).bfloat16())
 
 
 @pytest.mark.parametrize("spare", [0, 7])

@@ -60,6 +60,7 @@ class MoE(nn.Module):
             out_TD in x's dtype; the router's balance and z-loss [2], summed over tokens; load_E, int32.
         """
         routes = self.router(x_TD, num_rows)
+        x_TD = routes.x_TD
         if self.shared is None:
             out_TD = self._routed(x_TD, routes)
         elif self.exchange is None:

@@ -29,6 +29,8 @@ class Routes:
     """int32: tokens that chose each expert."""
     aux_loss: Tensor
     """[2]: balance loss and z-loss, each times its weight, summed over tokens."""
+    x_TD: Tensor
+    """The rows, for what comes after the router (`project` says why)."""
 
 
 class Router(nn.Module):
@@ -60,14 +62,15 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor, num_rows: int) -> Routes:
         """Choose experts for T tokens of ``num_rows`` equally long sequences."""
-        logits_TE = project(x_TD, self.weight)
+        logits_TE, x_TD = project(x_TD, self.weight)
         expert_TK, gate_TK, load_E = route(logits_TE, self.bias, routing=self.routing)
         balance = z = logits_TE.new_zeros(())
         if self.balance_loss:
             balance = self.balance_loss * self._balance(logits_TE, expert_TK, num_rows)
         if self.z_loss:
             z = self.z_loss * torch.logsumexp(logits_TE, dim=-1).square().sum()
-        return Routes(expert_TK=expert_TK, gate_TK=gate_TK, load_E=load_E, aux_loss=torch.stack((balance, z)))
+        aux_loss = torch.stack((balance, z))
+        return Routes(expert_TK=expert_TK, gate_TK=gate_TK, load_E=load_E, aux_loss=aux_loss, x_TD=x_TD)
 
     def _balance(self, logits_TE: Tensor, expert_TK: Tensor, num_rows: int) -> Tensor:
         """Sum over sequences of their length times sum_e f_e P_e; 1 a token when the load is even."""

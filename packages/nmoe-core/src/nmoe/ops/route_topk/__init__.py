@@ -46,8 +46,11 @@ class Kernels(Protocol):
         """logits_TE (A) = x weight^T, with both operands widened to A before the product."""
         ...
 
-    def project_backward(self, dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
-        """dx_TD in x's dtype, dweight_ED in weight's dtype; products and sums in A."""
+    def project_backward(
+        self, dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, dx_TD: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """dx_TD, the gradient of x's other uses, plus this one's, rounded once to x's dtype; dweight_ED in weight's dtype;
+        products and sums in A. It may write into what it is given."""
         ...
 
     def route(self, logits_TE: Tensor, bias_E: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,13 +70,15 @@ def kernels() -> Kernels:
 class _Project(torch.autograd.Function):
     # Saves the row as it is, not its fp32 copy, which would be twice as large.
     @staticmethod
-    def forward(ctx, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    def forward(ctx, x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x_TD, weight_ED)
-        return kernels().project(x_TD, weight_ED)
+        return kernels().project(x_TD, weight_ED), x_TD
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
-        return kernels().project_backward(grad_outputs[0].contiguous(), *ctx.saved_tensors)
+        dlogits_TE, dx_TD = grad_outputs
+        x_TD, weight_ED = ctx.saved_tensors
+        return kernels().project_backward(dlogits_TE.contiguous(), x_TD, weight_ED, dx_TD.contiguous())
 
 
 class _Route(torch.autograd.Function):
@@ -92,7 +97,7 @@ class _Route(torch.autograd.Function):
         return kernels().route_backward(dgate_TK, logits_TE, expert_TK, ctx.routing), None, None
 
 
-def project(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+def project(x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
     """Router logits in full precision, differentiable in both arguments.
 
     Args:
@@ -100,9 +105,10 @@ def project(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         weight_ED: Router weight, any float dtype.
 
     Returns:
-        logits_TE in fp32 (fp64 where x is fp64).
+        logits_TE in fp32 (fp64 where x is fp64); and the rows, for their other uses: the gradient of these is then added
+        by the product that makes this one's, which saves a pass over them. It must be nobody else's.
     """
-    return cast(Tensor, _Project.apply(x_TD, weight_ED))
+    return cast(tuple[Tensor, Tensor], _Project.apply(x_TD, weight_ED))
 
 
 def route(logits_TE: Tensor, bias_E: Tensor | None, *, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:

@@ -87,9 +87,10 @@ def project(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     return torch.mm(x_TD, weight.t(), out_dtype=torch.float32).view(-1, 3, experts).sum(dim=1)
 
 
-def project_backward(dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
+def project_backward(dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, dx_TD: Tensor) -> tuple[Tensor, Tensor]:
     if x_TD.dtype != torch.bfloat16:
-        return (dlogits_TE @ weight_ED.float()).to(x_TD.dtype), (dlogits_TE.t() @ x_TD.float()).to(weight_ED.dtype)
+        dx_TD = torch.addmm(dx_TD.float(), dlogits_TE, weight_ED.float()).to(x_TD.dtype)
+        return dx_TD, (dlogits_TE.t() @ x_TD.float()).to(weight_ED.dtype)
     experts, width = weight_ED.shape
     if weight_ED.dtype == torch.bfloat16:  # both results are rounded to bf16: two pieces reach past its last bit
         dlogits = _pieces(dlogits_TE, "01").flatten(1)
@@ -99,7 +100,7 @@ def project_backward(dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> tup
         right = _pieces(weight_ED.view(1, -1), "001").view(3 * experts, width)
         left, of_weight = dlogits[:, : 3 * experts], dlogits[:, experts:]
     dweight = torch.mm(of_weight.t(), x_TD, out_dtype=torch.float32).view(-1, experts, width).sum(dim=0)
-    return left @ right, dweight.to(weight_ED.dtype)
+    return torch.addmm(dx_TD, left, right, out=dx_TD), dweight.to(weight_ED.dtype)
 
 
 @cute.jit

@@ -20,9 +20,9 @@ def project(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     return x_TD.to(wide) @ weight_ED.to(wide).t()
 
 
-def project_backward(dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
+def project_backward(dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, dx_TD: Tensor) -> tuple[Tensor, Tensor]:
     wide = dlogits_TE.dtype
-    dx_TD = dlogits_TE @ weight_ED.to(wide)
+    dx_TD = dx_TD.to(wide) + dlogits_TE @ weight_ED.to(wide)
     dweight_ED = dlogits_TE.t() @ x_TD.to(wide)
     return dx_TD.to(x_TD.dtype), dweight_ED.to(weight_ED.dtype)
 
