@@ -220,8 +220,13 @@ def peers(at: Setting, chosen: tuple[Peer, ...]) -> Iterator[dict]:
     sent_P = torch.bincount(at.expert.view(-1) // share, minlength=size)
     remote = int(sent_P.sum() - sent_P[at.comm.rank]) * at.width * 2
     for peer in chosen:
-        for what, work in peer(at.x, at.expert, at.gate, at.experts):
-            yield row(what, at, event_times(work, at.align), remote=remote)
+        try:
+            for what, work in peer(at.x, at.expert, at.gate, at.experts):
+                yield row(what, at, event_times(work, at.align), remote=remote)
+        except Exception as error:  # noqa: BLE001  a peer that cannot run is a result too
+            name = getattr(peer, "__name__", str(peer))
+            why = (str(error).splitlines() or [""])[0][:120]
+            print(f"{name}: left out, {type(error).__name__}: {why}", file=sys.stderr, flush=True)
 
 
 def layer(comm: Communicator) -> Iterator[dict]:

@@ -98,13 +98,14 @@ def torchtitan(x: Tensor, expert: Tensor, gate: Tensor, experts: int) -> Iterato
 
     arrived, *places = sending()
     to_rank, to_row, back_rank, back_row, valid, expert_to_token, token_to_expert, _ = places
+    y = arrived.clone()  # of experts that change nothing; in memory of its own, as the operator wants it
 
     def returning() -> Any:
         ways = (to_rank, to_row, back_rank, back_row, valid, token_to_expert, expert_to_token)
-        return found.combine_op(arrived, *ways, flat, tokens, top_k)
+        return found.combine_op(y, *ways, flat, tokens, top_k)
 
     got, _ = returning()
-    want = x.float() * gate.sum(dim=1, keepdim=True)  # experts that change nothing
+    want = x.float() * gate.sum(dim=1, keepdim=True)
     error = ((got.float() - want).norm() / want.norm()).item()
     if error > 0.01:
         raise RuntimeError(f"torchtitan: rows came home wrong, relative error {error:.3g}")

@@ -93,7 +93,7 @@ def test_doctor_says_how_rows_travel_between_nodes():
     assert (over_cpus.mark, over_cpus.text.split(";")[0]) == ("ok", "4 of 2 ranks, experts shared by 8")
     over_gpus = demand_of(load_config(QUICKSTART, ["parallel.ep=8"]), gpus=4)
     assert (over_gpus.comm, over_gpus.node_size) == ("nvshmem", 4)
-    assert "have never run" in findings(over_gpus, "nodes")[0].text
+    assert "inside one node alone" in findings(over_gpus, "nodes")[0].text
     assert demand_of(load_config(QUICKSTART, ["parallel.ep=4"]), gpus=4).comm == "ipc"
 
 

@@ -9,14 +9,13 @@ import os
 import sys
 import time
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nmoe.comm.communicator import Communicator
+from nmoe.comm.communicator import Communicator, Symmetric
 from nmoe.comm.ipc import Ipc
 from nmoe.comm.nvshmem import Nvshmem
 from nmoe.rdep.exchange import Exchange
@@ -138,36 +137,86 @@ def main(check: str, rank: str, size: str, store: str) -> int:
     return 0
 
 
+class Apart:
+    """A communicator whose buffers have names of their own: NVSHMEM starts once in a process, and each problem needs its sizes."""
+
+    def __init__(self, comm: Nvshmem, name: str) -> None:
+        self._comm, self._name = comm, name
+        self.rank, self.size, self.ranks = comm.rank, comm.size, comm.ranks
+        self.node_size, self.device, self.alarm = comm.node_size, comm.device, comm.alarm
+
+    def symmetric(self, name: str, *, nbytes: int) -> Symmetric:
+        return self._comm.symmetric(f"{self._name} {name}", nbytes=nbytes)
+
+    def barrier(self) -> None:
+        self._comm.barrier()
+
+    def close(self) -> None: ...
+
+
 def check_layer(group: dist.ProcessGroup) -> None:
-    """Output and every gradient are as near to fp64 as those of one rank with all experts; two runs are bit-equal."""
-    for tokens_P, shape, settings in LAYERS:
+    for case in LAYERS:
         comm = Ipc(group, torch.device("cuda"))
-        problem = Problem(tokens_P, **shape)
-        exchange = problem.exchange(comm, **settings)
-        truth, plain = problem.truth(), problem.one_rank()
-        own, share = problem.rows(comm.rank), problem.experts // comm.size
-        held = slice(comm.rank * share, (comm.rank + 1) * share)
-        leaves = problem.leaves(comm)
-        comm.barrier()
-        runs = []
-        for keep in (True, True, False):
-            poison()
-            runs.append(problem.across(exchange, leaves, keep=keep))
-        for name, first, second, again in zip(NAMES, *runs, strict=True):
-            part = held if name.startswith("dw") else own
-            assert torch.equal(first, second), f"{name} of {tokens_P}: two runs differ"
-            assert torch.equal(first, again), f"{name} of {tokens_P}: recomputation differs"
-            if first.numel():
-                far, near = error(first, truth[name][part]), error(plain[name][part], truth[name][part])
-                print(f"{tokens_P} {name}: {far:.2e}, one rank {near:.2e}")
-                assert far <= 1.5 * near + 1e-7, f"{name} of {tokens_P}, {shape}"
-        del exchange, runs, leaves
+        equals_one_rank(comm, case)
         comm.close()
 
 
 def check_graph(group: dist.ProcessGroup) -> None:
-    """Forward and backward are captured once and replayed with other routings; beforehand, no call waits for the device."""
     comm = Ipc(group, torch.device("cuda"))
+    replays(comm)
+    comm.close()
+
+
+def check_delays(group: dist.ProcessGroup) -> None:
+    comm = Ipc(group, torch.device("cuda"))
+    survives_delays(comm)
+    comm.close()
+
+
+def check_gathers(group: dist.ProcessGroup) -> None:
+    comm = Ipc(group, torch.device("cuda"))
+    runs_beside_gathers(comm)
+    comm.close()
+
+
+def check_puts(group: dist.ProcessGroup) -> None:
+    """All of it with no peer's memory mapped: every row, count and flag travels as a put of NVSHMEM."""
+    comm = Nvshmem(group, torch.device("cuda"), node_size=1)
+    for number, case in enumerate(LAYERS):
+        equals_one_rank(Apart(comm, f"layer {number}"), case)
+    for check in (replays, survives_delays, runs_beside_gathers):
+        check(Apart(comm, check.__name__))
+    comm.close()
+
+
+def equals_one_rank(comm: Communicator, case: tuple[list[int], dict[str, Any], dict[str, float]]) -> None:
+    """Output and every gradient are as near to fp64 as those of one rank with all experts; two runs are bit-equal."""
+    tokens_P, shape, settings = case
+    problem = Problem(tokens_P, **shape)
+    exchange = problem.exchange(comm, **settings)
+    assert exchange.has_far == (comm.node_size < comm.size)
+    truth, plain = problem.truth(), problem.one_rank()
+    own, share = problem.rows(comm.rank), problem.experts // comm.size
+    held = slice(comm.rank * share, (comm.rank + 1) * share)
+    leaves = problem.leaves(comm)
+    comm.barrier()
+    runs = []
+    for keep in (True, True, False):
+        poison()
+        runs.append(problem.across(exchange, leaves, keep=keep))
+    for name, first, second, again in zip(NAMES, *runs, strict=True):
+        part = held if name.startswith("dw") else own
+        assert torch.equal(first, second), f"{name} of {tokens_P}: two runs differ"
+        assert torch.equal(first, again), f"{name} of {tokens_P}: recomputation differs"
+        if first.numel():
+            far, near = error(first, truth[name][part]), error(plain[name][part], truth[name][part])
+            print(f"{tokens_P} {name}: {far:.2e}, one rank {near:.2e}")
+            assert far <= 1.5 * near + 1e-7, f"{name} of {tokens_P}, {shape}"
+    torch.cuda.synchronize()
+
+
+def replays(comm: Communicator) -> None:
+    """Forward and backward are captured once and replayed with other routings; beforehand, no call waits for the device."""
     problem = Problem([200, 190], width=512, hidden=128, experts=8, top_k=3)
     exchange, leaves = problem.exchange(comm), problem.leaves(comm)
     expert = problem.expert[problem.rows(comm.rank)].clone()
@@ -202,12 +251,10 @@ def check_graph(group: dist.ProcessGroup) -> None:
         for name, one, other in zip(NAMES, replayed, eager, strict=True):
             assert torch.equal(one, other), f"{name}: the replay differs from the call"
     print(f"epoch {int(exchange.board.epoch_1)}")
-    comm.close()
 
 
-def check_delays(group: dist.ProcessGroup) -> None:
+def survives_delays(comm: Communicator) -> None:
     """Many layers with random delays of random ranks, two forwards before one backward among them: always the same bits."""
-    comm = Ipc(group, torch.device("cuda"))
     problem = Problem([96, 64], width=256, hidden=64, experts=8, top_k=4)
     exchange, leaves = problem.exchange(comm), problem.leaves(comm)
     own = problem.rows(comm.rank)
@@ -227,7 +274,6 @@ def check_delays(group: dist.ProcessGroup) -> None:
         if number % 500 == 499 or number == DELAYED - 1:
             assert int(mismatches) == 0
             print(f"{2 * number + 2} layers, epoch {int(exchange.board.epoch_1)}", flush=True)
-    comm.close()
 
 
 def check_nvshmem(group: dist.ProcessGroup) -> None:
@@ -245,35 +291,10 @@ def check_nvshmem(group: dist.ProcessGroup) -> None:
     print("equal")
 
 
-def check_puts(group: dist.ProcessGroup) -> None:
-    """No peer's memory is mapped: every row, count and flag travels as a put of NVSHMEM; against CUDA IPC, two runs bit-equal."""
-    problem = Problem([120, 133], width=512, hidden=128, experts=8, top_k=3)
-    found = []
-    for make in (Ipc, partial(Nvshmem, node_size=1)):
-        comm = make(group, torch.device("cuda"))
-        leaves, exchange = problem.leaves(comm), problem.exchange(comm)
-        assert exchange.has_far == isinstance(comm, Nvshmem)
-        comm.barrier()
-        found.append([problem.across(exchange, leaves) for _ in range(20)])
-        torch.cuda.synchronize()
-        del exchange
-        comm.close()
-    truth = problem.truth()
-    own, share = problem.rows(dist.get_rank(group)), problem.experts // dist.get_world_size(group)
-    held = slice(dist.get_rank(group) * share, (dist.get_rank(group) + 1) * share)
-    for number, name in enumerate(NAMES):
-        mapped, put = (runs[0][number] for runs in found)
-        assert all(torch.equal(run[number], put) for run in found[1]), f"{name}: runs differ"
-        part = truth[name][held if name.startswith("dw") else own]
-        print(f"{name}: {error(put, part):.2e}, mapped {error(mapped, part):.2e}")
-        assert error(put, part) <= 1.5 * error(mapped, part) + 1e-7, name
-
-
-def check_gathers(group: dist.ProcessGroup) -> None:
+def runs_beside_gathers(comm: Communicator) -> None:
     """Layers while NCCL gathers on another stream, as sharded dense weights do: the same bits, and no deadlock."""
     nccl = dist.new_group(backend="nccl")
     assert isinstance(nccl, dist.ProcessGroup)
-    comm = Ipc(group, torch.device("cuda"))
     problem = Problem([700, 600], width=1024, hidden=128, experts=8, top_k=3)
     exchange, leaves = problem.exchange(comm), problem.leaves(comm)
     wanted = problem.across(exchange, leaves)
@@ -288,7 +309,6 @@ def check_gathers(group: dist.ProcessGroup) -> None:
     torch.cuda.synchronize()
     assert whole[:: 1 << 24].tolist() == list(range(comm.size))
     print("50 layers beside 50 gathers")
-    comm.close()
 
 
 def check_lost(group: dist.ProcessGroup) -> None:

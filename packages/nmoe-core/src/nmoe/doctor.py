@@ -155,7 +155,10 @@ def _shared_memory(demand: Demand) -> Finding:
 
 
 def _nodes(demand: Demand) -> Finding:
-    size, how = demand.node_size, "puts of NVSHMEM, which have never run" if demand.comm == "nvshmem" else "copies"
+    size, how = (
+        demand.node_size,
+        "puts of NVSHMEM, which have run inside one node alone" if demand.comm == "nvshmem" else "copies",
+    )
     text = f"{demand.ranks // size} of {size} ranks, experts shared by {demand.ranks}; between nodes {how}"
     return Finding(mark="ok", subject="nodes", text=text)
 

@@ -2,7 +2,7 @@
 """GPUs of several nodes: memory from NVSHMEM's symmetric heap, through nvshmem4py.
 
 Peers of the node are written with the same stores as under `ipc`. All others get what they get by puts, which kernels start
-(`nmoe.ops.ship`, `nmoe.ops.meet`). Those kernels compile for both chips; **no run between nodes has been made**.
+(`nmoe.ops.ship`, `nmoe.ops.meet`). Those have run between two GPUs of one node; **no run between nodes has been made**.
 """
 
 import os

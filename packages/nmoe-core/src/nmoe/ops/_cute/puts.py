@@ -28,9 +28,6 @@ _SIGNAL_SET, _GREATER_EQUAL = 9, 5
 """NVSHMEM_SIGNAL_SET and NVSHMEM_CMP_GE of its headers."""
 
 
-_BITCODE = ("libnvshmem_device_sm_90.bc", "libnvshmem_device.bc")  # since 3.5, and before
-
-
 class _Bitcode(cute.BitCode):
     """NVSHMEM's device functions. NVIDIA ships one file for each generation up to Hopper, which later chips use too."""
 
@@ -43,11 +40,13 @@ class _Bitcode(cute.BitCode):
         from cuda.pathfinder import find_nvidia_header_directory
 
         headers = find_nvidia_header_directory("nvshmem")
-        folder = Path(headers).parent / "lib" if headers else None
-        found = [folder / name for name in _BITCODE if (folder / name).is_file()] if folder else []
-        if not found:
-            raise EnvironmentFault(f"NVSHMEM's device library is missing (in {folder}); install nmoe-core[train]")
-        return str(found[0])
+        found = Path(headers).parent / "lib" / "libnvshmem_device_sm_90.bc" if headers else None
+        if found is None or not found.is_file():
+            raise EnvironmentFault(
+                f"NVSHMEM's device library is missing ({found}); puts need that of NVSHMEM 3.7 or newer, which comes "
+                "with PyTorch 2.15 (those before pin 3.4.5, whose device library CuTe DSL cannot compile)"
+            )
+        return str(found)
 
 
 _NVSHMEM = _Bitcode()
