@@ -82,9 +82,7 @@ def test_grouped_products_against_fp64(shape, arranged):
         assert_as_good_as(found, plain, truth, factor=1.3)
 
 
-def _grouped_products(
-    tokens, width, hidden, experts, top_k, used, arranged
-) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+def _grouped_products(shape, arranged) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     """Found, plain and true; also with experts that no token chose, in memory full of NaN; with rows as `arrange` wants
     them and as they are."""
     tokens, width, hidden, experts, top_k, used = shape
