@@ -11,6 +11,7 @@ tokens (nmoe.train.throughput: 6 a token for each active weight of a product, an
 data sheet's dense bf16 peak, both printed. Overload: rows that the fullest rank got over the mean, and the fullest expert's
 share over the mean, largest over layers, mean over steps. Beside them the plan of `nmoe-train --dry-run` and what PyTorch's
 allocator held at most after the first step. The last line is the same as JSON. On a CPU it runs too, to try it out.
+`--kernels N`: further steps under the profiler, and the N kernels that take longest in them.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from timing import kernel_table
 
 from nmoe import arch
 from nmoe.config import Config, load_config
@@ -139,6 +141,9 @@ def main() -> None:
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--steps", type=int, default=12, help="steps that are measured (default: 12)")
     parser.add_argument("--warm-up", type=int, default=4, help="steps before them (default: 4)")
+    parser.add_argument(
+        "--kernels", type=int, default=0, metavar="N", help="list the N longest kernels (default: none)"
+    )
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     config = load_config(options.config, [*options.overrides, *DATA])
@@ -154,6 +159,9 @@ def main() -> None:
     steps = run(parts, config, ranks, steps=options.warm_up + options.steps)[options.warm_up :]
     found = figures(config, ranks, steps)
     say(ranks, text(found))
+    if options.kernels:
+        table = kernel_table(lambda: run(parts, config, ranks, steps=3), steps=3, most=options.kernels)
+        say(ranks, table)
     say(ranks, json.dumps(found))
     parts.comm.close()
     ranks.part()
