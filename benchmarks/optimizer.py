@@ -26,7 +26,7 @@ from nmoe.ops.adamw import Rule
 from nmoe.optim.muon import orthogonalize
 from nmoe.train.throughput import measured_bandwidth
 
-RULE = Rule(learning_rate=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8, number=10)
+RULE = Rule(learning_rate=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8, number=10, scale=0.5)
 STEPS = 5
 
 

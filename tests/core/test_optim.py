@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW against PyTorch's, stochastic rounding and clipping."""
+"""AdamW against PyTorch's, stochastic rounding and scaled gradients."""
 
 import math
 
@@ -9,7 +9,7 @@ import torch
 from nmoe.config import Optim
 from nmoe.ops.adamw.rounding import noise, round_up_at_random
 from nmoe.optim.adamw import AdamW
-from nmoe.optim.clip import clip_gradients, gradient_norm
+from nmoe.optim.clip import clip_scale, gradient_norm
 from nmoe.optim.noise import noise_key
 from nmoe.optim.optimizer import make_optimizer
 from nmoe.pieces import Piece
@@ -176,12 +176,20 @@ def test_bf16_moments_of_rows_on_several_ranks_are_the_bits_of_the_whole(kind):
 
 
 def test_gradient_norm_is_that_of_all_gradients_and_clipping_brings_it_to_the_limit():
-    gradients = [torch.full((3,), 2.0), torch.full((1, 4), 1.0)]
-    norm = float(gradient_norm(gradients))
+    norm = float(gradient_norm([torch.full((3,), 2.0), torch.full((1, 4), 1.0)]))
     assert norm == pytest.approx(4.0)
-    clip_gradients(gradients, norm=norm, limit=0.0)
-    assert gradients[0].tolist() == [2.0] * 3
-    clip_gradients(gradients, norm=norm, limit=1.0)
-    assert float(gradient_norm(gradients)) == pytest.approx(1.0)
-    clip_gradients(gradients, norm=1.0, limit=2.0)
-    assert float(gradient_norm(gradients)) == pytest.approx(1.0)
+    assert [clip_scale(norm, limit=limit) for limit in (0.0, 1.0, 4.0, 8.0)] == [1.0, 0.25, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(("kind", "moments"), [("adamw", "fp32"), ("adamw", "bf16"), ("muon", "fp32")])
+def test_an_update_scales_its_gradients(kind, moments):
+    generator, config = torch.Generator().manual_seed(1), Optim(learning_rate=1e-2, kind=kind, moment_dtype=moments)
+    scaled, plain = parameters(), parameters()
+    for named, factor in ((scaled, 0.3), (plain, 1.0)):
+        generator.manual_seed(1)
+        optimizer = make_optimizer(named, config=config, seed=0, dtype=torch.float32)
+        for _ in range(3):
+            for _, parameter in named:
+                parameter.grad = torch.randn(parameter.shape, generator=generator) * (0.3 if factor == 1.0 else 1.0)
+            optimizer.step(learning_rate=1e-2, scale=factor)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(scaled, plain, strict=True))

@@ -19,7 +19,7 @@ from nmoe.ops.adamw.cuda import moved
 from nmoe.ops.adamw.rounding import words
 
 KEY, OFFSET, COUNT = 0xFEDCBA98_76543210, (5 << 32) - 1000, 20_000
-RULE = Rule(learning_rate=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8, number=3)
+RULE = Rule(learning_rate=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8, number=3, scale=0.3)
 
 
 @cute.jit

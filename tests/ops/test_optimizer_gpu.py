@@ -16,7 +16,7 @@ from nmoe.ops.gram import reference as gram_reference
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
-RULE = Rule(learning_rate=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8, number=3)
+RULE = Rule(learning_rate=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8, number=3, scale=0.3)
 
 
 def kernel(op: str):
@@ -50,6 +50,7 @@ def test_adamw_draws_the_references_bits_and_makes_its_update(size, begin, offse
         how = {"rule": rule, "key": 0xFEDCBA98_76543210 + number, "offset": offset}
         theirs = [t.clone() for t in ours]
         value, gradient, first, second = (t.float().abs() for t in theirs)
+        gradient = gradient * rule.scale
         size = ((second * rule.beta2 + gradient.square() * (1 - rule.beta2)) * rule.correction2).sqrt()
         terms = value + rule.pace * (first + gradient) / size
         kernel("adamw").step(*ours, **how)

@@ -55,20 +55,23 @@ class AdamW:
             self._moments[name] = (zeros[0], zeros[1])
         self._update = self._update_narrow if narrow else self._update_fused
 
-    def step(self, *, learning_rate: float) -> None:
-        """Updates every parameter from its gradient; one without a gradient is left as it is."""
+    def step(self, *, learning_rate: float, scale: float = 1.0) -> None:
+        """Updates every parameter from its gradient times `scale`; one without a gradient is left as it is."""
         self.num_updates += 1
         by_pace: dict[Pace, list[str]] = {}
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 by_pace.setdefault(pace_of(name, parameter.ndim, config=self._config), []).append(name)
         for pace, names in by_pace.items():
-            self._update(names, learning_rate * pace.rate, pace.decay)
+            self._update(names, learning_rate * pace.rate, pace.decay, scale)
 
     @torch.no_grad()
-    def _update_fused(self, names: list[str], learning_rate: float, weight_decay: float) -> None:
+    def _update_fused(self, names: list[str], learning_rate: float, weight_decay: float, scale: float) -> None:
         parameters = [local(self._parameters[name]) for name in names]
         gradients = [local(gradient) for name in names if (gradient := self._parameters[name].grad) is not None]
+        if scale != 1.0:
+            for gradient in gradients:
+                gradient.mul_(scale)
         device = parameters[0].device
         # The fused kernel adds one itself.
         steps = [torch.tensor(float(self.num_updates - 1), device=device) for _ in names]
@@ -92,7 +95,7 @@ class AdamW:
         torch.autograd.graph.increment_version(parameters)
 
     @torch.no_grad()
-    def _update_narrow(self, names: list[str], learning_rate: float, weight_decay: float) -> None:
+    def _update_narrow(self, names: list[str], learning_rate: float, weight_decay: float, scale: float) -> None:
         config = self._config
         rule = Rule(
             learning_rate=learning_rate,
@@ -101,6 +104,7 @@ class AdamW:
             beta2=config.betas[1],
             eps=config.eps,
             number=self.num_updates,
+            scale=scale,
         )
         for name in names:
             parameter, gradient = self._parameters[name], self._parameters[name].grad

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.utils import get_total_norm
 
-__all__ = ["clip_gradients", "gradient_norm"]
+__all__ = ["clip_scale", "gradient_norm"]
 
 
 def gradient_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -17,11 +17,9 @@ def gradient_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     return get_total_norm(list(gradients))
 
 
-def clip_gradients(gradients: Sequence[torch.Tensor], *, norm: float, limit: float) -> None:
-    """Scales all gradients in place so that their global norm is at most `limit`; 0 is no limit.
+def clip_scale(norm: float, *, limit: float) -> float:
+    """Factor on all gradients that brings their global norm to at most `limit`; 0 is no limit.
 
     Source: Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063 algorithm 1.
     """
-    if limit and norm > limit:
-        for gradient in gradients:
-            gradient.mul_(limit / norm)
+    return limit / norm if limit and norm > limit else 1.0

@@ -116,13 +116,15 @@ class Muon:
         }
 
     @torch.no_grad()
-    def step(self, *, learning_rate: float) -> None:
-        """Updates every parameter from its gradient; one without a gradient is left as it is."""
+    def step(self, *, learning_rate: float, scale: float = 1.0) -> None:
+        """Updates every parameter from its gradient times `scale`; one without a gradient is left as it is."""
         self.num_updates += 1
         apart: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             if parameter.grad is None:
                 continue
+            if scale != 1.0:
+                local(parameter.grad).mul_(scale)
             update = self._look_ahead(name, parameter.grad)
             if isinstance(parameter, DTensor) and parameter.ndim == 2:
                 apart[name] = update.to(self._dtype)

@@ -27,8 +27,11 @@ class Optimizer(Protocol):
     @num_updates.setter
     def num_updates(self, number: int) -> None: ...
 
-    def step(self, *, learning_rate: float) -> None:
-        """Updates every parameter from its gradient; one without a gradient is left as it is."""
+    def step(self, *, learning_rate: float, scale: float = 1.0) -> None:
+        """Updates every parameter from its gradient times `scale`; one without a gradient is left as it is.
+
+        The gradients are spent: they may have been scaled in place, or not.
+        """
         ...
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -56,10 +59,10 @@ class MatricesAndRest:
         for part in self._parts:
             part.num_updates = number
 
-    def step(self, *, learning_rate: float) -> None:
+    def step(self, *, learning_rate: float, scale: float = 1.0) -> None:
         """See `Optimizer`."""
         for part in self._parts:
-            part.step(learning_rate=learning_rate)
+            part.step(learning_rate=learning_rate, scale=scale)
 
     def state(self) -> dict[str, torch.Tensor]:
         """See `Optimizer`."""

@@ -17,7 +17,7 @@ import torch
 from nmoe.config import Config
 from nmoe.data.loader import Batch
 from nmoe.model.mtp import mtp_weight
-from nmoe.optim.clip import clip_gradients, gradient_norm
+from nmoe.optim.clip import clip_scale, gradient_norm
 from nmoe.optim.schedule import learning_rate
 from nmoe.pieces import local
 from nmoe.train.evaluate import forward
@@ -114,8 +114,7 @@ def train_step(
     skipped = "" if math.isfinite(loss) and math.isfinite(norm) else f"loss {loss}, gradient norm {norm}"
     if not skipped:
         before_update()
-        clip_gradients(gradients, norm=norm, limit=config.train.grad_clip)
-        optimizer.step(learning_rate=rate)
+        optimizer.step(learning_rate=rate, scale=clip_scale(norm, limit=config.train.grad_clip))
         for layer, router in enumerate(routers.values()):
             router.update_bias(load_LE[layer], config.moe.bias_update_rate)
     for parameter in model.parameters():

@@ -166,9 +166,9 @@ class _Marked:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._optimizer, name)
 
-    def step(self, *, learning_rate: float) -> None:
+    def step(self, **arguments: float) -> None:
         with record_function(_MARK + "optimizer"):
-            self._optimizer.step(learning_rate=learning_rate)
+            self._optimizer.step(**arguments)
 
 
 @contextlib.contextmanager

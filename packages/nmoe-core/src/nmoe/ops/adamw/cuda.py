@@ -55,9 +55,10 @@ def moved(value: Float32, grad: Float32, first: BFloat16, second: BFloat16, plac
     Each sum of a product is one fused operation that stands here: which others the compiler would fuse depends on how many
     elements a thread has, and an element must come out the same wherever it lies.
     """
-    kept, pace, share1, beta2, share2, correction2, eps = numbers
+    scale, kept, pace, share1, beta2, share2, correction2, eps = numbers
     mean = Float32(first)
-    mean = cute.math.fma(grad - mean, share1, mean)
+    mean = cute.math.fma(cute.math.fma(grad, scale, -mean), share1, mean)
+    grad = grad * scale
     square = cute.math.fma(grad * share2, grad, Float32(second) * beta2)
     size = cute.math.sqrt(square * correction2) + eps
     bits = _mix(_mix(Int32(place) ^ key[0]) ^ Int32(place >> 32) ^ key[1])
@@ -107,6 +108,7 @@ def _step_entry(
     offset: Int64,
     low: Int32,
     high: Int32,
+    scale: Float32,
     kept: Float32,
     pace: Float32,
     share1: Float32,
@@ -117,7 +119,7 @@ def _step_entry(
     width: cutlass.Constexpr[int],
     stream: Any,
 ):
-    numbers = (kept, pace, share1, beta2, share2, correction2, eps)
+    numbers = (scale, kept, pace, share1, beta2, share2, correction2, eps)
     _step_kernel(mValue, mGrad, mFirst, mSecond, offset, (low, high), numbers, width).launch(
         grid=[cute.ceil_div(mValue.shape[0] // width, _THREADS), 1, 1], block=[_THREADS, 1, 1], stream=stream
     )
@@ -129,7 +131,7 @@ def step_kernel(width: int) -> Any:
     tensors = [
         fake(dtype, None, align=align) for dtype, align in (("float32", wide), ("bfloat16", narrow)) for _ in "12"
     ]
-    return compile_kernel(_step_entry, *tensors, Int64(0), Int32(0), Int32(0), *[Float32(0.0)] * 7, width)
+    return compile_kernel(_step_entry, *tensors, Int64(0), Int32(0), Int32(0), *[Float32(0.0)] * 8, width)
 
 
 def step(value: Tensor, gradient: Tensor, first: Tensor, second: Tensor, *, rule: Rule, key: int, offset: int) -> None:

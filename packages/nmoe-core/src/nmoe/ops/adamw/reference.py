@@ -15,6 +15,7 @@ _CHUNK = 1 << 24
 def step(value: Tensor, gradient: Tensor, first: Tensor, second: Tensor, *, rule: Rule, key: int, offset: int) -> None:
     flat = (tensor.view(-1).split(_CHUNK) for tensor in (value, gradient, first, second))
     for x, grad, first_bf16, second_bf16 in zip(*flat, strict=True):
+        grad = grad if rule.scale == 1.0 else grad * rule.scale
         mean = first_bf16.float().lerp_(grad, 1.0 - rule.beta1)
         square = second_bf16.float().mul_(rule.beta2).addcmul_(grad, grad, value=1.0 - rule.beta2)
         x.mul_(rule.kept)
