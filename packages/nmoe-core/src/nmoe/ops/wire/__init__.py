@@ -9,9 +9,10 @@ nvfp4     E2M1, two in a byte    E4M3, of 16 values          fp32               
 ========  =====================  ==========================  ===================  ================
 
 A row's packet is its elements, then the scales of its blocks, then the scale of the row, filled up to 16 bytes. mxfp8:
-the scale is the least power of two that keeps the block within E4M3's 448, so nothing saturates. nvfp4: g = max |row| /
-(6 * 448); a block's scale is max |block| / (6 g) in E4M3; elements are x * (1 / (scale * g)). All roundings are to nearest,
-ties to even. A value that is not finite makes its block (nvfp4: its row) NaN, so that it is seen.
+the scale is the least power of two that keeps the block within E4M3's 448, so nothing saturates. nvfp4: g = max |row| *
+(1 / 2688); a block's scale is max |block| / (6 g) in E4M3; elements are x * (1 / (scale * g)). All roundings are to nearest,
+ties to even. g is a product, because a quotient by a constant has no one meaning: on a GPU torch multiplies by the
+constant's rounded reciprocal, on a CPU it divides. A value that is not finite makes its block (nvfp4: its row) NaN, so that it is seen.
 
 Sources: OCP Microscaling Formats 1.0 (E8M0, E4M3, E2M1, blocks of 32); rounding the scale up: arXiv 2506.08027; NVFP4's
 two levels of scales: NVIDIA, "Introducing NVFP4". The scale per row, in place of one per tensor, is ours: the rows of
@@ -27,7 +28,10 @@ from nmoe.comm.remote import Remote
 from nmoe.ops.plan import Sends
 from nmoe.ops.registry import implementation
 
-__all__ = ["MXFP8", "NVFP4", "WIRES", "Kernels", "Wire", "kernels"]
+__all__ = ["MXFP8", "NVFP4", "NVFP4_RANGE", "WIRES", "Kernels", "Wire", "kernels"]
+
+NVFP4_RANGE = 6.0 * 448.0
+"""Largest element times largest scale of a block."""
 
 
 class Kernels(Protocol):

@@ -22,7 +22,7 @@ from nmoe.errors import EnvironmentFault
 from nmoe.ops._cute.build import compile_kernel, fake, kernel_cache
 from nmoe.ops._cute.remote import bulk_store, first_row
 from nmoe.ops.plan import Sends
-from nmoe.ops.wire import WIRES, Wire
+from nmoe.ops.wire import NVFP4_RANGE, WIRES, Wire
 
 __all__ = ["push_packed", "unpack"]
 
@@ -185,7 +185,7 @@ def _push_kernel(
                 row_max = _larger(row_max, _block_max(_load(mX, token, 32 * s + lane, items), 1))
             for step in cutlass.range_constexpr(5):
                 row_max = _larger(row_max, cute.arch.shuffle_sync_bfly(row_max, offset=1 << step))
-            row = _float(row_max) / Float32(6.0 * 448.0)
+            row = _float(row_max) * Float32(1 / NVFP4_RANGE)
         # The packet that was here must have left shared memory.
         cute.arch.cp_async_bulk_wait_group(_STAGES - 1, read=True)
         cute.arch.sync_warp()

@@ -7,7 +7,7 @@ from torch import Tensor
 from nmoe.comm.remote import Remote
 from nmoe.ops.plan import Sends
 from nmoe.ops.push import reference as push_op
-from nmoe.ops.wire import NVFP4, Wire
+from nmoe.ops.wire import NVFP4, NVFP4_RANGE, Wire
 
 __all__ = ["push_packed", "unpack"]
 
@@ -39,7 +39,7 @@ def _mxfp8(block_TNB: Tensor) -> tuple[Tensor, ...]:
 
 def _nvfp4(block_TNB: Tensor) -> tuple[Tensor, ...]:
     amax_TN = block_TNB.abs().amax(dim=2)
-    row_T1 = amax_TN.amax(dim=1, keepdim=True) / (6.0 * 448.0)
+    row_T1 = amax_TN.amax(dim=1, keepdim=True) * (1 / NVFP4_RANGE)
     scale_TN = torch.where(row_T1 == 0, 0, amax_TN / (6.0 * row_T1)).to(torch.float8_e4m3fn)
     divisor_TN1 = (scale_TN.float() * row_T1).unsqueeze(2)
     inverse_TN1 = torch.where(divisor_TN1 == 0, 0, 1 / divisor_TN1)
