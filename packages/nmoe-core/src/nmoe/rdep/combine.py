@@ -41,8 +41,8 @@ def collect(plan: Plan, *, exchange: Exchange, layer: int) -> Tensor:
 def send_back_gradient(dx_SD: Tensor, dgate_S: Tensor, groups: Groups, home_R3: Tensor, *, exchange: Exchange) -> None:
     """Owner: store each row's gradient, summed over its assignments, and one number per gate at its source."""
     kernels = give_back.kernels()
-    kernels.reduce_push(dx_SD, groups.slot_RK, None, home_R3, results=exchange.results)
     kernels.push_values(dgate_S, groups.slot_RK, home_R3, values=exchange.values)
+    kernels.reduce_push(dx_SD, groups.slot_RK, None, home_R3, results=exchange.results, beside=not exchange.has_far)
 
 
 def hand_back_gradient(

@@ -2,12 +2,13 @@
 """Transfers from the source of a token to the owners of its experts: rows forward, gradients of the output backward.
 
 In backward the rows of x travel once more, to the places that they had in forward: keeping them would cost an owner up
-to P x T_max rows a layer.
+to P x T_max rows a layer. Only the last product needs them, so they travel beside the first one.
 
 Rows arrive as they travel, maybe in few bits: they are sent on as they are (`nmoe.rdep.many_nodes`), and `opened` where they
 are computed with.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -66,17 +67,25 @@ def dispatch(
 
 def dispatch_gradient(
     x_TD: Tensor, dout_TD: Tensor, plan: Plan, *, exchange: Exchange, layer: int
-) -> tuple[Tensor, Tensor]:
-    """Send each row, and the gradient of its output, the way that the row went.
+) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Send the gradient of each row's output the way that the row went, and after it the row.
 
     Returns:
-        The rows as they travelled, and dout_RD; in shared memory, so valid until the next meeting of this exchange.
+        dout_RD, in shared memory, valid until the exchange meets for the way back. What waits for the rows and gives them as
+        they travelled, valid as long; to be called once, before the way back.
     """
-    _send(x_TD, plan, exchange)
     push.kernels().push(dout_TD, plan.sends, exchange.places(plan.count_PP2), rows=exchange.gradients)
-    exchange.ship_out(plan.count_PP2, exchange.rows, exchange.gradients)
+    exchange.ship_out(plan.count_PP2, exchange.gradients)
+    sent = exchange.start_carrying(lambda: _send(x_TD, plan, exchange))
     exchange.meet(layer, Phase.DISPATCH_GRADIENT)
-    return exchange.rows.local, exchange.gradients.local
+
+    def rows() -> Tensor:
+        sent()
+        exchange.ship_out(plan.count_PP2, exchange.rows)
+        exchange.meet(layer, Phase.DISPATCH_AGAIN)
+        return exchange.rows.local
+
+    return exchange.gradients.local, rows
 
 
 def opened(rows: Tensor, plan: Plan, *, exchange: Exchange, like: Tensor) -> Tensor:

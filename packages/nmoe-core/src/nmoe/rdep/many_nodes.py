@@ -68,12 +68,18 @@ class ExpertsAcrossNodes(torch.autograd.Function):
         held = Arrivals(expert_RK=in_node[2], gate_RK=in_node[3], home_R3=in_node[4])
 
         dout_TD = grad_outputs[0].contiguous()
-        x_R, dout_RD = dispatch_gradient(x_TD, dout_TD, out, exchange=rail, layer=layer)
-        x_Q, dout_QD = dispatch_gradient(x_R, dout_RD, on, exchange=node, layer=layer)
+        dout_RD, rows = dispatch_gradient(x_TD, dout_TD, out, exchange=rail, layer=layer)
+        dout_QD, rows = dispatch_gradient(rows(), dout_RD, on, exchange=node, layer=layer)
 
-        x_QD = opened(x_Q, on, exchange=node, like=x_TD)
         dw13_X2FD, dw2_XDF = serve_gradient(
-            dout_QD, x_QD, preact_S2F, held, w13_X2FD, w2_XDF, ctx.rounds, exchange=node
+            dout_QD,
+            lambda: opened(rows(), on, exchange=node, like=x_TD),
+            preact_S2F,
+            held,
+            w13_X2FD,
+            w2_XDF,
+            ctx.rounds,
+            exchange=node,
         )
 
         dx_RD, dgate_RK = collect_gradient(expert_RK, on, exchange=node, layer=layer)

@@ -57,10 +57,16 @@ class ExpertsAcross(torch.autograd.Function):
         arrivals = Arrivals(expert_RK=expert_RK, gate_RK=gate_RK, home_R3=home_R3)
 
         dout_TD = grad_outputs[0].contiguous()
-        rows, dout_RD = dispatch_gradient(x_TD, dout_TD, plan, exchange=exchange, layer=layer)
-        x_RD = opened(rows, plan, exchange=exchange, like=x_TD)
+        dout_RD, rows = dispatch_gradient(x_TD, dout_TD, plan, exchange=exchange, layer=layer)
         dw13_X2FD, dw2_XDF = serve_gradient(
-            dout_RD, x_RD, preact_S2F, arrivals, w13_X2FD, w2_XDF, ctx.rounds, exchange=exchange
+            dout_RD,
+            lambda: opened(rows(), plan, exchange=exchange, like=x_TD),
+            preact_S2F,
+            arrivals,
+            w13_X2FD,
+            w2_XDF,
+            ctx.rounds,
+            exchange=exchange,
         )
         dx_TD, dgate_TK = collect_gradient(expert_TK, plan, exchange=exchange, layer=layer)
         return dx_TD, dgate_TK, dw13_X2FD, dw2_XDF, None, None, None, None

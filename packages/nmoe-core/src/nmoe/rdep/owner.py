@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the owner does with the rows that arrived, however they came: group, experts, results on their way back, by rounds."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ def serve(
 
 def serve_gradient(
     dout_RD: Tensor,
-    x_RD: Tensor,
+    rows: Callable[[], Tensor],
     preact_S2F: Tensor | None,
     arrivals: Arrivals,
     w13_X2FD: Tensor,
@@ -40,18 +41,27 @@ def serve_gradient(
     *,
     exchange: Exchange,
 ) -> tuple[Tensor, Tensor]:
-    """Send the gradients of rows and gates back.
+    """Send the gradients of rows and gates back, while those of the weights are computed.
+
+    ``rows`` gives x_RD, which may still be on its way; it is called once. The rest is of the forward.
 
     Returns:
         The gradients of the weights.
     """
+    rows = functools.cache(rows)
     dw13_X2FD, dw2_XDF = torch.empty_like(w13_X2FD), torch.empty_like(w2_XDF)
     for number, groups in enumerate(_groups(arrivals, rounds, exchange)):
         if number > 0 or preact_S2F is None:
-            preact_S2F = up_again(x_RD, w13_X2FD, groups)
-        dx_SD, dgate_S = experts_backward(
+            preact_S2F = up_again(rows(), w13_X2FD, groups)
+
+        def send(dx_SD: Tensor, dgate_S: Tensor, groups: Groups = groups) -> Callable[[], None]:
+            return exchange.start_carrying(
+                lambda: send_back_gradient(dx_SD, dgate_S, groups, arrivals.home_R3, exchange=exchange)
+            )
+
+        experts_backward(
             dout_RD,
-            x_RD,
+            rows,
             preact_S2F,
             w13_X2FD,
             w2_XDF,
@@ -60,8 +70,8 @@ def serve_gradient(
             dw2_XDF=dw2_XDF,
             add_w13=number > 0,
             add_w2=number > 0,
+            send=send,
         )
-        send_back_gradient(dx_SD, dgate_S, groups, arrivals.home_R3, exchange=exchange)
     return dw13_X2FD, dw2_XDF
 
 
