@@ -40,16 +40,19 @@ def dispatch(
         The rows that arrived, as they travelled, in (source rank, token) order; in shared memory, so valid until the next
         meeting of this exchange. What to do with them.
     """
-    _send(x_TD, plan, exchange)
-    push.kernels().push_records(
-        expert_TK,
-        gate_TK,
-        plan.sends,
-        exchange.places(plan.count_PP2),
-        exchange.board,
-        experts_per_rank=exchange.experts_per_rank,
-        records=exchange.records,
+    told = exchange.start_carrying(
+        lambda: push.kernels().push_records(
+            expert_TK,
+            gate_TK,
+            plan.sends,
+            exchange.places(plan.count_PP2),
+            exchange.board,
+            experts_per_rank=exchange.experts_per_rank,
+            records=exchange.records,
+        )
     )
+    _send(x_TD, plan, exchange)
+    told()
     exchange.ship_out(plan.count_PP2, exchange.rows, exchange.records)
     exchange.meet(layer, Phase.DISPATCH)
     arrivals = receive.kernels().receive(
