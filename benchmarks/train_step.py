@@ -67,6 +67,8 @@ def run(parts: Parts, config: Config, ranks: Ranks, *, steps: int) -> list[Step]
                 Step(result=result, targets=batch.num_targets, seconds=time.perf_counter() - began, waited=waited)
             )
             if number == 0:
+                if ranks.watcher:  # from here on a rank that stays in one place for longer ends all
+                    ranks.watcher.limit(config.rdep.timeout_s)
                 seconds = registry.compile_seconds()
                 say(
                     ranks,

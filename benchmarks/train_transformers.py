@@ -22,7 +22,10 @@ import transformers
 
 from nmoe.config import Config, load_config
 from nmoe.model.hf import config_to_hf
+from nmoe.train.loop import Stopwatch
 from nmoe.train.throughput import device_peak, flop_per_token
+
+PARTS = ("forward", "backward", "optimizer")
 
 
 def model_of(config: Config, *, device: torch.device) -> torch.nn.Module:
@@ -35,8 +38,10 @@ def model_of(config: Config, *, device: torch.device) -> torch.nn.Module:
         ).train()
 
 
-def step_of(config: Config, options: argparse.Namespace, micro: int, device: torch.device) -> Callable[[], float]:
-    """A function that trains one step of `train.batch_size` rows, `micro` at a time, and returns the loss."""
+def step_of(
+    config: Config, options: argparse.Namespace, micro: int, device: torch.device
+) -> Callable[[], tuple[float, dict[str, float]]]:
+    """A function that trains one step of `train.batch_size` rows, `micro` at a time: the loss, and seconds by part."""
     model = model_of(config, device=device)
     values = list(model.parameters())
     trained = [value.detach().float().requires_grad_() for value in values] if options.masters else values
@@ -49,11 +54,13 @@ def step_of(config: Config, options: argparse.Namespace, micro: int, device: tor
         for _ in range(rows // micro):
             yield torch.randint(config.model.vocab_size, (micro, length), generator=generator, device=device)
 
-    def step() -> float:
-        total = torch.zeros((), device=device)
+    def step() -> tuple[float, dict[str, float]]:
+        watch, total = Stopwatch(device), torch.zeros((), device=device)
         for tokens in batches():
             loss = called(input_ids=tokens, labels=tokens, use_cache=False).loss * (micro / rows)
+            watch.lap("forward")
             loss.backward()
+            watch.lap("backward")
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(values, 1.0)
         if options.masters:
@@ -66,17 +73,19 @@ def step_of(config: Config, options: argparse.Namespace, micro: int, device: tor
                 for value, master in zip(values, trained, strict=True):
                     value.copy_(master)
         optimizer.zero_grad(set_to_none=True)
-        return float(total)  # waits for the device
+        watch.lap("optimizer")
+        return float(total), watch.seconds()
 
     return step
 
 
 def measure(config: Config, options: argparse.Namespace, micro: int, device: torch.device) -> dict[str, Any]:
     step = step_of(config, options, micro, device)
-    seconds, loss = [], 0.0
+    seconds, parts, loss = [], [], 0.0
     for number in range(options.warm_up + options.steps):
         began = time.perf_counter()
-        loss = step()
+        loss, spent = step()
+        parts.append(spent)
         seconds.append(time.perf_counter() - began)
         if number == 0:
             print(f"{micro} rows a micro batch: first step {seconds[0]:.1f} s", flush=True)
@@ -90,6 +99,7 @@ def measure(config: Config, options: argparse.Namespace, micro: int, device: tor
         "layers": config.model.num_layers,
         "micro_rows": micro,
         "seconds": median,
+        **{f"{part}_seconds": statistics.median(each[part] for each in parts[options.warm_up :]) for part in parts[0]},
         "tokens_per_second": tokens / median,
         "mfu": tokens / median * flop_per_token(config) / peak.flops,
         "held_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else 0,
@@ -118,7 +128,8 @@ def main() -> None:
             print(f"{micro} rows a micro batch do not fit", flush=True)
         else:
             rate, spent, mfu = found["tokens_per_second"], found["seconds"], found["mfu"]
-            print(f"{rate:,.0f} token/s, {1e3 * spent:.1f} ms a step, MFU {100 * mfu:.1f} %")
+            pieces = ", ".join(f"{part} {1e3 * found[f'{part}_seconds']:.1f}" for part in PARTS)
+            print(f"{rate:,.0f} token/s, {1e3 * spent:.1f} ms a step ({pieces}), MFU {100 * mfu:.1f} %")
             print(json.dumps(found))
             return
         torch._dynamo.reset()
