@@ -67,7 +67,7 @@ def test_argument_that_is_not_utf8_is_refused_by_every_command(command, argument
         (["--set", "model.num_layers=1000000"], "expected an integer >= 1 and <= 1024"),
         (["--nproc", "0"], "--nproc 0: expected 1 or more"),
         (["--restarts", "-1"], "--restarts -1: expected 0 or more"),
-        (["--set", "parallel.ep=4", "--nproc", "6"], "--nproc 6: parallel.ep = 4 does not divide it"),
+        (["--set", "parallel.ep=4", "--nproc", "6"], "6 ranks: parallel.ep = 4 does not divide them"),
         (["--set", f"run.name={'a' * 300}"], "run.name has 300 bytes; a folder's name may have 240"),
         (["--set", "train.steps=99999999999999999999"], ">= 0, at most 9223372036854775807"),
         (["--set", 'run.name="a\\u0000"'], "without NUL"),
@@ -84,6 +84,31 @@ def test_dry_run_plans_for_the_gpus_it_is_told(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "GPUs        8 of 180 GB" in out
     assert "tokens      20,480 T" in out
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"RANK": "0", "WORLD_SIZE": "16"},
+        {
+            "SLURM_STEP_NUM_TASKS": "16",
+            "SLURM_PROCID": "0",
+            "SLURM_LOCALID": "0",
+            "SLURM_JOB_ID": "1",
+            "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
+            "SLURM_STEP_NODELIST": "gpu[1-2]",
+        },
+    ],
+    ids=["torchrun", "srun"],
+)
+def test_dry_run_plans_once_for_the_ranks_of_a_launcher(environment, monkeypatch, capsys):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert train([QUICKSTART, "--dry-run"]) == 0
+    assert "GPUs        16 of 180 GB" in capsys.readouterr().out
+    monkeypatch.setenv("RANK" if "RANK" in environment else "SLURM_PROCID", "3")
+    assert train([QUICKSTART, "--dry-run"]) == 0
+    assert capsys.readouterr().out == ""
 
 
 def test_folders_that_cannot_be_made_are_named_with_what_asked_for_them(tmp_path, run, monkeypatch, capsys):

@@ -129,10 +129,7 @@ def _train(options: argparse.Namespace) -> int:
         raise ConfigError("--profile: expected a folder, found an empty text")
     config = load_config(options.config, options.overrides)
     if options.dry_run:
-        from nmoe.train.plan import format_plan, make_plan
-
-        print(format_plan(make_plan(config, nproc=options.nproc), config=config))
-        return 0
+        return _dry_run(config, nproc=options.nproc)
     if importlib.util.find_spec("torch") is None:
         raise EnvironmentFault(
             "nmoe-train needs PyTorch: install nmoe-core[train] "
@@ -160,6 +157,20 @@ def _train(options: argparse.Namespace) -> int:
     if end.error:
         print(f"error: {end.error}", file=sys.stderr)
     return end.status
+
+
+def _dry_run(config: Config, *, nproc: int | None) -> int:
+    """Of the ranks that a launcher started; the first of them prints."""
+    from nmoe.train.plan import format_plan, make_plan
+    from nmoe.train.slurm import slurm_environment
+
+    started = os.environ | slurm_environment(os.environ)
+    if (ranks := int(started.get("WORLD_SIZE", 1))) > 1:
+        nproc = ranks
+    plan = make_plan(config, nproc=nproc)
+    if int(started.get("RANK", 0)) == 0:
+        print(format_plan(plan, config=config))
+    return 0
 
 
 def _profile(config: Config, folder: Path) -> int:

@@ -58,13 +58,13 @@ def make_plan(config: Config, *, nproc: int | None = None) -> Plan:
 
     Args:
         config: the config.
-        nproc: GPUs of the one machine that it is to run on; None: as few as hold it.
+        nproc: GPUs that it is to run on; None: as few as hold it.
 
     Raises:
         ConfigError: `parallel.ep` does not divide `nproc`.
     """
     if nproc and config.parallel.ep and nproc % config.parallel.ep:
-        raise ConfigError(f"--nproc {nproc}: parallel.ep = {config.parallel.ep} does not divide it")
+        raise ConfigError(f"{nproc} ranks: parallel.ep = {config.parallel.ep} does not divide them")
     parameters, active = count_parameters(config)
     kernels = config.train.dtype == "bf16"  # others run plain torch
     whole = plan_memory(config, kernels=kernels)
