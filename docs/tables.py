@@ -4,6 +4,7 @@
 `uv run python docs/tables.py` rewrites them between their markers; a test fails when they are out of date.
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from nmoe.ops.registry import op_names
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+KERNELS = ROOT / "docs" / "kernels.md"
+BEGIN, END = "<!-- machine code: made by docs/machine_code.py -->\n", "<!-- end -->"
 OPS = ROOT / "packages" / "nmoe-core" / "src" / "nmoe" / "ops"
 
 
@@ -40,16 +43,37 @@ def configs() -> str:
 
 # What a GPU has yet to run on sm_90a: an op goes from here when its tests have passed there.
 _NOT_RUN: dict[str, str] = dict.fromkeys(("adamw", "gram", "wire"), "compiles, not run")
-_NOT_RUN |= dict.fromkeys(("combine", "grouped_gemm", "route_topk"), "runs; its newest parts compile, not run")
+_NO_OBJECT = {"ship"}  # NVSHMEM's functions are linked into its kernel when it is loaded; tests compile it
+
+
+def _machine_code() -> dict[str, tuple[str, str]]:
+    """Op -> what its kernels use on either chip, from the table that docs/machine_code.py makes by compiling them."""
+    cells: dict[str, list[tuple[str, str]]] = {}
+    for line in KERNELS.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].splitlines()[2:]:
+        name, *chips = (cell.strip() for cell in line.split("|")[1:-1])
+        cells.setdefault(name.strip("`").split()[0], []).append((chips[0], chips[1]))
+    return {op: (_most([a for a, _ in rows]), _most([b for _, b in rows])) for op, rows in cells.items()}
+
+
+def _most(cells: list[str]) -> str:
+    """The largest numbers of a column's cells: "168 registers, 227 KiB"."""
+    found = [re.match(r"(?:\d+ to )?(\d+)(?:; (?:[\d.]+ to )?([\d.]+) KiB)?", cell) for cell in cells if cell]
+    registers = max(int(match[1]) for match in found if match)
+    shared = max(float(match[2] or 0) for match in found if match)
+    return f"{registers} registers" + (f", {shared:g} KiB" if shared else "")
 
 
 def support() -> str:
     """Op by chip. `sm_100a` code is compiled in CI and has not been run."""
     lines = ["| op | CPU | H100, H200 (sm_90a) | B200 (sm_100a) |", "|---|---|---|---|"]
+    used = _machine_code()
     for op in op_names():
         files = {path.stem for path in (OPS / op).glob("*.py")}
         hopper = _NOT_RUN.get(op, "runs") if files & {"sm90a", "cuda"} else "missing"
         blackwell = "compiles, not run" if files & {"sm100a", "cuda"} else "missing"
+        if op not in _NO_OBJECT:
+            assert op in used, f"docs/kernels.md: no kernel of {op}; run docs/machine_code.py"
+            hopper, blackwell = f"{hopper}; {used[op][0]}", f"{blackwell}; {used[op][1]}"
         lines.append(f"| `{op}` | {'reference' if 'reference' in files else 'missing'} | {hopper} | {blackwell} |")
     return "\n".join(lines)
 
