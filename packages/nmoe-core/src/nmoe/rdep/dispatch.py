@@ -25,7 +25,7 @@ __all__ = ["dispatch", "dispatch_gradient", "opened"]
 
 def dispatch(
     x_TD: Tensor, gate_TK: Tensor, expert_TK: Tensor, plan: Plan, *, exchange: Exchange, layer: int
-) -> tuple[Tensor, Arrivals]:
+) -> tuple[Callable[[], Tensor], Arrivals]:
     """Send each row, with its choices and gates, to the owners of its experts.
 
     Args:
@@ -37,23 +37,20 @@ def dispatch(
         layer: For messages.
 
     Returns:
-        The rows that arrived, as they travelled, in (source rank, token) order; in shared memory, so valid until the next
-        meeting of this exchange. What to do with them.
+        What waits for the rows and gives them as they travelled, in (source rank, token) order, in shared memory, valid
+        until the exchange meets for the way back; to be called once, before that. What to do with them, which arrives first.
     """
-    told = exchange.start_carrying(
-        lambda: push.kernels().push_records(
-            expert_TK,
-            gate_TK,
-            plan.sends,
-            exchange.places(plan.count_PP2),
-            exchange.board,
-            experts_per_rank=exchange.experts_per_rank,
-            records=exchange.records,
-        )
+    sent = exchange.start_carrying(lambda: _send(x_TD, plan, exchange))
+    push.kernels().push_records(
+        expert_TK,
+        gate_TK,
+        plan.sends,
+        exchange.places(plan.count_PP2),
+        exchange.board,
+        experts_per_rank=exchange.experts_per_rank,
+        records=exchange.records,
     )
-    _send(x_TD, plan, exchange)
-    told()
-    exchange.ship_out(plan.count_PP2, exchange.rows, exchange.records)
+    exchange.ship_out(plan.count_PP2, exchange.records)
     exchange.meet(layer, Phase.DISPATCH)
     arrivals = receive.kernels().receive(
         exchange.records.local,
@@ -65,7 +62,7 @@ def dispatch(
     )
     if exchange.has_far:
         arrivals = replace(arrivals, home_R3=_by_arrival(arrivals.home_R3, plan.count_PP2, exchange.comm.rank))
-    return exchange.rows.local, arrivals
+    return _coming(sent, plan, exchange, layer), arrivals
 
 
 def dispatch_gradient(
@@ -81,14 +78,7 @@ def dispatch_gradient(
     exchange.ship_out(plan.count_PP2, exchange.gradients)
     sent = exchange.start_carrying(lambda: _send(x_TD, plan, exchange))
     exchange.meet(layer, Phase.DISPATCH_GRADIENT)
-
-    def rows() -> Tensor:
-        sent()
-        exchange.ship_out(plan.count_PP2, exchange.rows)
-        exchange.meet(layer, Phase.DISPATCH_AGAIN)
-        return exchange.rows.local
-
-    return exchange.gradients.local, rows
+    return exchange.gradients.local, _coming(sent, plan, exchange, layer)
 
 
 def opened(rows: Tensor, plan: Plan, *, exchange: Exchange, like: Tensor) -> Tensor:
@@ -96,6 +86,18 @@ def opened(rows: Tensor, plan: Plan, *, exchange: Exchange, like: Tensor) -> Ten
     if exchange.wire is None:
         return rows
     return wire.kernels().unpack(rows, plan.count_PP2, rank=exchange.comm.rank, wire=exchange.wire, like_RD=like)
+
+
+def _coming(sent: Callable[[], None], plan: Plan, exchange: Exchange, layer: int) -> Callable[[], Tensor]:
+    """What waits for the rows of all ranks, when this rank has sent its own."""
+
+    def rows() -> Tensor:
+        sent()
+        exchange.ship_out(plan.count_PP2, exchange.rows)
+        exchange.meet(layer, Phase.ROWS)
+        return exchange.rows.local
+
+    return rows
 
 
 def _send(x_TD: Tensor, plan: Plan, exchange: Exchange) -> None:

@@ -37,9 +37,15 @@ class ExpertsAcross(torch.autograd.Function):
     ) -> Tensor:
         plan = make_plan(expert_TK, exchange=exchange, layer=layer)
         rows, arrivals = dispatch(x_TD, gate_TK, expert_TK, plan, exchange=exchange, layer=layer)
-        x_RD = opened(rows, plan, exchange=exchange, like=x_TD)
         rounds = exchange.rounds_for(plan.count_PP2)
-        preact_S2F = serve(x_RD, arrivals, w13_X2FD, w2_XDF, rounds, exchange=exchange)
+        preact_S2F = serve(
+            lambda: opened(rows(), plan, exchange=exchange, like=x_TD),
+            arrivals,
+            w13_X2FD,
+            w2_XDF,
+            rounds,
+            exchange=exchange,
+        )
         out_TD = collect(plan, exchange=exchange, layer=layer)
 
         kept = x_TD, preact_S2F if keep else None, w13_X2FD, w2_XDF, expert_TK

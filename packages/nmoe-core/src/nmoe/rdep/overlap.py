@@ -40,10 +40,11 @@ def start_carrying(carry: Callable[[], None], device: torch.device) -> Callable[
     carrier.wait_stream(here)
     with torch.cuda.stream(carrier):
         carry()
+        end = carrier.record_event()
 
     def finish() -> None:
         assert carry is not None  # held until here
-        here.wait_stream(carrier)
+        here.wait_event(end)
 
     return finish
 

@@ -18,12 +18,22 @@ __all__ = ["serve", "serve_gradient"]
 
 
 def serve(
-    x_RD: Tensor, arrivals: Arrivals, w13_X2FD: Tensor, w2_XDF: Tensor, rounds: Rounds, *, exchange: Exchange
+    rows: Callable[[], Tensor],
+    arrivals: Arrivals,
+    w13_X2FD: Tensor,
+    w2_XDF: Tensor,
+    rounds: Rounds,
+    *,
+    exchange: Exchange,
 ) -> Tensor:
-    """Run this rank's experts over the rows and send the results back; the pre-activations of the first round."""
-    first_S2F = None
+    """Run this rank's experts over the rows, which may still be on their way, and send the results back.
+
+    Returns:
+        The pre-activations of the first round.
+    """
+    rows, first_S2F = functools.cache(rows), None
     for groups in _groups(arrivals, rounds, exchange):
-        y_SD, preact_S2F = experts_forward(x_RD, w13_X2FD, w2_XDF, groups)
+        y_SD, preact_S2F = experts_forward(rows(), w13_X2FD, w2_XDF, groups)
         send_back(y_SD, groups, arrivals, exchange=exchange)
         first_S2F = preact_S2F if first_S2F is None else first_S2F
     assert first_S2F is not None
