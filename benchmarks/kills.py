@@ -13,6 +13,7 @@ status 1 if one differs.
 import argparse
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from commands import CONFIG, Command, alive, figures
 
 from nmoe.data.builtin import make_python_docs
 
-STEPS, TIMEOUT_S = 80, 3.0
+STEPS, TIMEOUT_S = 120, 3.0
 VICTIMS = ("one rank", "all ranks", "stopped rank", "the launcher")
 
 
@@ -68,6 +69,8 @@ def run(folder: Path, data: Path, victim: str, options: argparse.Namespace, *, k
     done, command = 0, Command(folder, *arguments)
     while done < kills:
         command.wait_for_step(min(STEPS - 10, STEPS * done // kills + 1))
+        while victim == "stopped rank" and steps_of_this_start(command) < 3:
+            time.sleep(0.01)  # up to there ranks have half an hour, to compile
         time.sleep(random.random() * 0.3)
         ranks = command.ranks()
         if len(ranks) < options.ranks:
@@ -91,6 +94,11 @@ def run(folder: Path, data: Path, victim: str, options: argparse.Namespace, *, k
     with command:
         assert command.wait(1200) == 0, command.errors
     return command.run, longest
+
+
+def steps_of_this_start(command: Command) -> int:
+    """Steps since the ranks were started last."""
+    return len(re.findall(r"^step ", command.errors.rpartition(" at step ")[2], re.MULTILINE))
 
 
 if __name__ == "__main__":
