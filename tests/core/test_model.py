@@ -2,11 +2,13 @@
 """The transformer: parameters, initial values, packed rows, loss, generation."""
 
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from nmoe.config import Config, parse_config
 from nmoe.model.attention import Cache
@@ -265,6 +267,23 @@ def test_step_is_bit_identical_from_run_to_run():
 
 
 # ---- generation
+
+
+def test_modules_return_what_has_gradients_where_fsdp_looks_for_it():
+    """In tuples, lists and dicts: PyTorch 2.11 finds no tensor in a dataclass, and then gathers no weights for backward."""
+    model, seen, hidden = _model("model.mtp_depth=1"), [], []
+
+    def look(module: torch.nn.Module, arguments: object, result: object) -> None:
+        for leaf in tree_leaves(result):
+            values = [getattr(leaf, field.name) for field in fields(leaf)] if is_dataclass(leaf) else [leaf]
+            if any(isinstance(value, Tensor) and value.requires_grad for value in values):
+                (hidden if is_dataclass(leaf) else seen).append(type(module).__name__)
+
+    for module in model.modules():
+        module.register_forward_hook(look)
+    _run(model, [_tokens(16)])
+    assert {"Router", "Norm", "Block", "Depth", "Transformer"} <= {*seen}
+    assert not hidden
 
 
 def test_generate_greedy_takes_the_likeliest():

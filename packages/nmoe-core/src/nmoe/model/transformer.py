@@ -8,6 +8,7 @@ decides where the embedding is read.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -53,9 +54,11 @@ class RouterStats:
     """int32: tokens that chose each expert."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelOutput:
-    """Sums, not means: divide ``loss_sum + aux_loss`` by the valid targets of the *global* batch before backward."""
+class ModelOutput(NamedTuple):
+    """Sums, not means: divide ``loss_sum + aux_loss`` by the valid targets of the *global* batch before backward.
+
+    A tuple for FSDP's hooks, see `nmoe.rdep.router.Routes`.
+    """
 
     loss_sum: Tensor
     """Scalar fp32 (fp64): cross entropy in nats, summed over targets that are not IGNORED. Its gradient includes that

@@ -6,7 +6,7 @@ choose (DeepSeek-V3, arXiv 2412.19437, 2.1.2). Two losses may be added: the sequ
 (equations 17 to 20) and the z-loss of ST-MoE (arXiv 2202.08906, equation 5).
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,9 @@ from nmoe.ops.route_topk import Routing, project, route
 __all__ = ["Router", "Routes"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Routes:
-    """The choice for T tokens."""
+class Routes(NamedTuple):
+    """The choice for T tokens. A tuple, because FSDP hangs hooks on the tensors in a module's result, and looks for them
+    in tuples: before PyTorch 2.15 not in dataclasses."""
 
     expert_TK: Tensor
     """int32: global ids, best first."""
