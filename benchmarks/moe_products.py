@@ -12,6 +12,7 @@ chosen tiles compute for nothing: rows that fill up an expert's last tile, and m
 """
 
 import argparse
+import heapq
 import math
 import statistics
 from collections.abc import Callable
@@ -211,8 +212,12 @@ def print_waste(shape: tuple[int, ...], zipf: float) -> None:
             tiles = [math.ceil(n / g.tile_m) for n in count]
             filled = sum(tiles) * g.tile_m / slots * across * g.tile_n / columns
             costs = [1] * (sum(tiles) * across)
-        # Tiles are dealt to the multiprocessors in turn; all wait for the one that got most.
+        # Tiles go to the multiprocessors in turn, or each to the one that is free first; all wait for the one that ends last.
         busy = [sum(costs[first::SMS]) for first in range(SMS)]
+        if g.is_dynamic_persistent:
+            busy = [0] * SMS
+            for cost in costs:
+                heapq.heapreplace(busy, busy[0] + cost)
         cells.append(f"{name} {100 * (filled - 1):.1f} + {100 * (max(busy) * SMS / sum(busy) - 1):.1f}")
     print(f"T={shape[0]} D={D} F={F} E={X} K={shape[4]} zipf={zipf}: " + ", ".join(cells))  # fmt: skip
 

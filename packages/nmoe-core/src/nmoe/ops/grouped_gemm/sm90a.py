@@ -23,14 +23,14 @@ from nmoe.ops.combine.cuda import spread
 __all__ = ["arrange", "down", "dw2", "dw13", "dx", "gated_backward", "up"]
 
 
-def _tile(m: int, n: int, *, cluster: tuple[int, int], pingpong: bool = True) -> GemmConfig:
+def _tile(m: int, n: int, *, cluster: tuple[int, int], pingpong: bool = True, dealt: bool = False) -> GemmConfig:
     return GemmConfig(
         tile_m=m,
         tile_n=n,
         pingpong=pingpong,
         cluster_m=cluster[0],
         cluster_n=cluster[1],
-        is_dynamic_persistent=False,
+        is_dynamic_persistent=dealt,
         device_capacity=9,
     )
 
@@ -81,8 +81,8 @@ _MANY = _Choice(  # T=32768 D=2048 F=1408 E=64 K=6
     down=_tile(192, 128, cluster=(1, 2)),
     gated_backward=_tile(128, 128, cluster=(2, 1)),
     dx=_tile(192, 128, cluster=(1, 2)),
-    dw13=_tile(128, 128, cluster=(2, 1)),
-    dw2=_tile(128, 128, cluster=(2, 1)),
+    dw13=_tile(128, 128, cluster=(2, 1), dealt=True),
+    dw2=_tile(128, 128, cluster=(2, 1), dealt=True),
     copied=frozenset({"up", "dout", "dw13"}),
 )
 _MANY_WIDE = _Choice(  # D >= 3072: T=32768 D=4096 F=1024 E=64 K=4; D=7168 F=2048 E=8 K=1
@@ -123,8 +123,9 @@ def _choose(slots: int, w13_X2FD: Tensor | None = None, w2_XDF: Tensor | None = 
 
 @functools.cache
 def _gathering(tile: GemmConfig) -> GemmConfig:
-    """The tile for rows that `arrange` would have copied but a caller did not: no cluster can share gathered rows."""
-    return replace(tile, cluster_n=1)
+    """The tile for rows that `arrange` would have copied but a caller did not: no cluster can share gathered rows, and
+    quack deals no tiles whose rows are gathered."""
+    return replace(tile, cluster_n=1, is_dynamic_persistent=False)
 
 
 @functools.cache
