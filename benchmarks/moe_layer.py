@@ -162,6 +162,7 @@ def run_peer(peer: str, shapes: list[int], zipf: float, path: Path) -> None:
             row["graph_failure"] = f"not tried after: {failed}" if failed else None
             if not failed:
                 replay = captured(prepared(peer, SHAPES[number], zipf)).replay
+                dense(256)  # as hot as for the other figures
                 row["graph_ms"] = milliseconds(replay, runs=_runs(SHAPES[number]))
                 del replay
                 torch.cuda.empty_cache()
