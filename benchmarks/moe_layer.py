@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The MoE layer on one GPU against its peers: same rows, same routing, one process a peer.
 
-    python benchmarks/moe_layer.py [--shape 0] [--peer nmoe] [--zipf 1.0] [--csv results.csv] [--plot results.html] [--profile]
+    python benchmarks/moe_layer.py [--shape 0] [--peer nmoe] [--zipf 1.0] [--csv results.csv] [--profile]
+    uv run --with matplotlib python benchmarks/moe_layer.py --csv results.csv --plot results.svg    draws a file of results
 
 Prints, for router to combine, medians over steps that follow each other without a wait, as in training (the host runs
 ahead): forward; forward + backward into fresh gradients; the same adding to gradients that exist; the same replayed as a
@@ -242,16 +243,28 @@ def describe(row: dict) -> str:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Bars of TFLOP/s with backward, by shape and peer, as a page of HTML."""
-    import plotly.graph_objects as go
+    """Bars of TFLOP/s with backward, by shape and peer."""
+    import matplotlib.pyplot as plt  # type: ignore[import-not-found]
 
-    figure = go.Figure(layout={"yaxis_title": "TFLOP/s, forward + backward, fresh gradients"})
-    for peer in dict.fromkeys(row["peer"] for row in rows):
-        done = [row for row in rows if row["peer"] == peer and not row["failure"]]
-        labels = ["T={T} D={D} F={F} E={E} K={K} zipf={zipf}".format(**row) for row in done]
+    rows = [row for row in rows if row["both_ms"]]
+    peers = [*dict.fromkeys(row["peer"] for row in rows)]
+    shapes = [*dict.fromkeys(_shape(row) for row in rows)]
+    figure, axes = plt.subplots(figsize=(12, 4.5))
+    for number, peer in enumerate(peers):
+        done = [row for row in rows if row["peer"] == peer]
+        places = [shapes.index(_shape(row)) + (number - (len(peers) - 1) / 2) * 0.8 / len(peers) for row in done]
         flop = [18 * int(row["T"]) * int(row["K"]) * int(row["F"]) * int(row["D"]) / 1e9 for row in done]
-        figure.add_bar(name=peer, x=labels, y=[f / float(row["both_ms"]) for f, row in zip(flop, done, strict=True)])
-    figure.write_html(path, include_plotlyjs="cdn")
+        rate = [f / float(row["both_ms"]) for f, row in zip(flop, done, strict=True)]
+        axes.bar(places, rate, width=0.8 / len(peers), label=peer)
+    axes.set_xticks(range(len(shapes)), shapes, fontsize=7)
+    axes.set_ylabel("TFLOP/s, forward + backward, fresh gradients")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def _shape(row: dict) -> str:
+    return "T={T} D={D} F={F}\nE={E} K={K} zipf={zipf}".format(**row)
 
 
 def main() -> None:
@@ -260,13 +273,14 @@ def main() -> None:
     parser.add_argument("--peer", choices=PEERS, action="append", help="may be repeated; one runs in this process")
     parser.add_argument("--zipf", type=float, default=0.0, help="exponent of the experts' popularity; 0 is uniform")
     parser.add_argument("--csv", type=Path, help="rows are added to it")
-    parser.add_argument("--plot", type=Path, help="HTML; without a GPU nothing is measured and --csv is drawn")
+    parser.add_argument("--plot", type=Path, metavar="SVG", help="draw --csv, measure nothing")
     parser.add_argument("--profile", action="store_true", help="the kernels of a step instead of its figures")
     options = parser.parse_args()
     path = options.csv or Path(tempfile.mkdtemp()) / "moe_layer.csv"
     shapes, peers = options.shape or [*range(len(SHAPES))], options.peer or [*PEERS]
-    if options.plot and not torch.cuda.is_available():
-        peers = []
+    if options.plot:
+        plot(_read(path), options.plot)
+        return
     if options.profile:
         for peer, number in itertools.product(peers, shapes):
             print_profile(peer, SHAPES[number], options.zipf)
@@ -279,9 +293,6 @@ def main() -> None:
         for peer in peers:
             command = [sys.executable, __file__, "--peer", peer, "--zipf", str(options.zipf), "--csv", str(path)]
             subprocess.run([*command, *chosen], check=False)
-    if options.plot:
-        with path.open(newline="") as stream:
-            plot([*csv.DictReader(stream)], options.plot)
 
 
 if __name__ == "__main__":
