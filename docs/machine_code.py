@@ -20,7 +20,17 @@ from nmoe.train.warm_up import warm_up
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "kernels.md"
 CHIPS = ("sm_90a", "sm_100a")
-RUNS: list[tuple[list[str], int]] = [([], 1), (["optim.kind=muon", "rdep.wire=mxfp8"], 8), (["rdep.wire=nvfp4"], 8)]
+_GROUPED = [
+    "attention.kind=gqa",
+    "attention.kv_lora_rank=0",
+    "attention.num_kv_heads=4",
+    "attention.qk_nope_head_dim=64",
+]
+RUNS: list[tuple[list[str], int]] = [
+    ([], 1),
+    (["optim.kind=muon", "rdep.wire=mxfp8"], 8),
+    (["rdep.wire=nvfp4", *_GROUPED], 8),
+]
 """What is set beside the config, and ranks: together they use every op whose kernels are kept on disk."""
 BEGIN, END = "<!-- machine code: made by docs/machine_code.py -->\n", "<!-- end -->"
 _ELF, _CUDA, _X86_64 = b"\x7fELF", 190, 62  # magic of an object, and the machine numbers in its header

@@ -13,7 +13,18 @@ import torch
 from nmoe.ops import registry
 
 pytestmark = pytest.mark.gpu
-OPS = ["attention", "combine", "cross_entropy", "group", "grouped_gemm", "rms_norm", "rope", "route_topk", "swiglu"]
+OPS = [
+    "attention",
+    "combine",
+    "cross_entropy",
+    "group",
+    "grouped_gemm",
+    "heads",
+    "rms_norm",
+    "rope",
+    "route_topk",
+    "swiglu",
+]
 SCRIPT = Path(__file__).with_name("model_runs.py")
 _spec = importlib.util.spec_from_file_location("model_runs", SCRIPT)
 assert _spec is not None

@@ -42,6 +42,9 @@ def main(arch: str) -> None:
     op("swiglu").swiglu_kernel("bfloat16")
     op("swiglu").swiglu_backward_kernel("bfloat16")
     op("rope").rotate_kernel("bfloat16", True)
+    for width in (8, 2):
+        op("heads").join_kernel("bfloat16", width)
+        op("heads").split_kernel("bfloat16", width)
     op("cross_entropy").softmax_kernel(True, True)
     compile_symmetric(op("gram"))
     compile_attention(op("attention"))

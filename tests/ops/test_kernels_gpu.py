@@ -14,6 +14,7 @@ from nmoe.ops import registry
 from nmoe.ops.combine import reference as combine_reference
 from nmoe.ops.group import reference as group_reference
 from nmoe.ops.grouped_gemm import reference as gemm_reference
+from nmoe.ops.heads import reference as heads_reference
 from nmoe.ops.rms_norm import reference as norm_reference
 from nmoe.ops.rope import reference as rope_reference
 from nmoe.ops.route_topk import Routing
@@ -297,6 +298,21 @@ def test_rms_norm_against_fp64(width):
     plain = norm_reference.backward(dy, x, weight, plain_rstd)
     for found, same, true in zip(ours.backward(dy, x, weight, rstd), plain, truth, strict=True):
         assert_as_good_as(found, same, true, factor=1.5)
+
+
+@pytest.mark.parametrize(("tokens", "heads", "own", "rotated", "values"), [(777, 16, 128, 64, 128), (33, 3, 6, 10, 4)])
+def test_joined_heads_against_fp64(tokens, heads, own, rotated, values):
+    latent = draw(tokens, 512 + rotated)
+    inputs = draw(tokens, heads, own + rotated), draw(tokens, heads, own + values), latent[:, 512:]
+    gradients = (draw(tokens, heads, own + rotated), draw(tokens, heads, own + rotated), draw(tokens, heads, values))
+    angle = torch.rand(tokens, rotated // 2, device=DEVICE) * 9
+    tables, ours = (angle.cos(), angle.sin()), kernel("heads")
+    for name, given in (("join", inputs), ("split", gradients)):
+        truth = getattr(heads_reference, name)(*(t.double() for t in (*given, *tables)))
+        plain = getattr(heads_reference, name)(*given, *tables)
+        poison()
+        for found, same, true in zip(getattr(ours, name)(*given, *tables), plain, truth, strict=True):
+            assert_as_good_as(found, same, true)
 
 
 @pytest.mark.parametrize("interleaved", [True, False])

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nmoe.ops import attention, combine, cross_entropy, group, grouped_gemm, rms_norm, rope, route_topk, swiglu
 from nmoe.ops.cross_entropy import reference as cross_entropy_reference
+from nmoe.ops.heads import join_heads
 from nmoe.ops.route_topk import Routing
 
 pytestmark = pytest.mark.usefixtures("reference_arch")
@@ -84,6 +85,25 @@ def test_rope_turns_the_last_columns(interleaved):
         return rope.rope(x, angle.cos(), angle.sin(), interleaved=interleaved)
 
     _assert_same_gradients(ours, plain, _leaf(tokens, 2, 3 + 2 * half))
+
+
+def test_joined_heads_are_rotated_queries_and_keys_with_the_shared_columns_behind():
+    tokens, heads, own, half, values = 6, 3, 4, 3, 5
+    angle = torch.rand(tokens, half, dtype=torch.float64) * 9
+
+    def turned(x):
+        return rope.rope(x, angle.cos(), angle.sin(), interleaved=True)
+
+    def plain(q, kv, shared):
+        k = torch.cat((kv[..., :own], turned(shared.unsqueeze(1)).expand(-1, heads, -1)), dim=-1)
+        return torch.cat((turned(q), k, kv[..., own:]), dim=-1)
+
+    def ours(q, kv, shared):
+        return torch.cat(join_heads(q, kv, shared, angle.cos(), angle.sin()), dim=-1)
+
+    width = own + 2 * half
+    leaves = _leaf(tokens, heads, width), _leaf(tokens, heads, own + values), _leaf(tokens, 2 * half)
+    _assert_same_gradients(ours, plain, *leaves)
 
 
 @pytest.mark.parametrize("window", [0, 3])

@@ -21,6 +21,7 @@ from nmoe.config import Config
 from nmoe.model.functional import Norm, linear
 from nmoe.model.rope import softmax_factor
 from nmoe.ops import attention
+from nmoe.ops.heads import join_heads
 from nmoe.ops.rope import rope
 
 __all__ = ["GQA", "MLA", "Attention", "Cache", "Positions", "attention_of", "window_of"]
@@ -127,30 +128,30 @@ class MLA(Attention):
         self.kv_norm = Norm(a.kv_lora_rank, eps=_LATENT_EPS, dtype=dtype)
         self.wkv_b = self._weight(a.num_heads * (a.qk_nope_head_dim + a.v_head_dim), a.kv_lora_rank)
 
-    def _queries(self, x_TD: Tensor, at: Positions) -> Tensor:
-        """q_TNH, its last columns rotated."""
+    def _queries(self, x_TD: Tensor) -> Tensor:
+        """q_TNH, not yet rotated."""
         latent_TL = self.q_norm(linear(x_TD, self.wq_a)) if self.q_rank else x_TD
-        q_TNH = linear(latent_TL, self.wq).unflatten(-1, (self.heads, -1))
-        return rope(q_TNH, at.cos_TH, at.sin_TH, interleaved=True)
+        return linear(latent_TL, self.wq).unflatten(-1, (self.heads, -1))
 
-    def _latents(self, x_TD: Tensor, at: Positions) -> tuple[Tensor, Tensor]:
-        """Normed latent_TL, and the rotated key_TH that all heads share."""
+    def _latents(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Normed latent_TL, and the key_TH that all heads share, not yet rotated."""
         latent_TL, key_TH = linear(x_TD, self.wkv_a).split((self.wkv_b.shape[1], self.rotated), dim=-1)
-        key_TH = rope(key_TH.unsqueeze(1), at.cos_TH, at.sin_TH, interleaved=True).squeeze(1)
         return self.kv_norm(latent_TL), key_TH
 
     def _expand(self, x_TD: Tensor, at: Positions) -> tuple[Tensor, Tensor, Tensor]:
-        latent_TL, shared_TH = self._latents(x_TD, at)
+        latent_TL, shared_TH = self._latents(x_TD)
         kv_TNH = linear(latent_TL, self.wkv_b).unflatten(-1, (self.heads, -1))
-        k_TNH, v_TNH = kv_TNH.split((self.nope, self.v_width), dim=-1)
-        k_TNH = torch.cat((k_TNH, shared_TH.unsqueeze(1).expand(-1, self.heads, -1)), dim=-1)
-        return self._queries(x_TD, at), k_TNH, v_TNH
+        return join_heads(self._queries(x_TD), kv_TNH, shared_TH, at.cos_TH, at.sin_TH)
 
     def extend(self, x_TD: Tensor, at: Positions, cache: Cache) -> Tensor:
         """See `Attention`; scores and sums are taken in the latent space, keys and values are never made."""
-        new = (t.unflatten(0, (at.num_rows, -1)) for t in self._latents(x_TD, at))
+        latent_TL, shared_TH = self._latents(x_TD)
+        shared_TH, q_TNH = (
+            rope(t, at.cos_TH, at.sin_TH, interleaved=True) for t in (shared_TH.unsqueeze(1), self._queries(x_TD))
+        )
+        new = (t.unflatten(0, (at.num_rows, -1)) for t in (latent_TL, shared_TH.squeeze(1)))
         latent_BTL, shared_BTH = cache.extend(*new)
-        q_BTNH = self._queries(x_TD, at).unflatten(0, (at.num_rows, -1))
+        q_BTNH = q_TNH.unflatten(0, (at.num_rows, -1))
         q_nope, q_rotated = q_BTNH.split((self.nope, self.rotated), dim=-1)
         up_NHL = self.wkv_b.to(x_TD.dtype).unflatten(0, (self.heads, -1))
         k_up_NHL, v_up_NHL = up_NHL.split((self.nope, self.v_width), dim=1)
