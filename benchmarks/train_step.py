@@ -95,7 +95,7 @@ def figures(config: Config, ranks: Ranks, steps: list[Step]) -> dict[str, Any]:
     plan = planned_memory(config, ranks)
     held = torch.cuda.max_memory_allocated(ranks.device) if ranks.device.type == "cuda" else 0
     parts = {
-        part: statistics.median(step.result.seconds[part] for step in steps)
+        part: statistics.median(step.result.seconds.get(part, 0.0) for step in steps)
         for part in ("forward", "backward", "optimizer")
     }
     return {

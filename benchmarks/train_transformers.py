@@ -22,7 +22,7 @@ import transformers
 
 from nmoe.config import Config, load_config
 from nmoe.model.hf import config_to_hf
-from nmoe.train.loop import Stopwatch
+from nmoe.train.stopwatch import Stopwatch
 from nmoe.train.throughput import device_peak, flop_per_token
 
 PARTS = ("forward", "backward", "optimizer")
@@ -56,6 +56,7 @@ def step_of(
 
     def step() -> tuple[float, dict[str, float]]:
         watch, total = Stopwatch(device), torch.zeros((), device=device)
+        watch.lap("")
         for tokens in batches():
             loss = called(input_ids=tokens, labels=tokens, use_cache=False).loss * (micro / rows)
             watch.lap("forward")
@@ -74,7 +75,7 @@ def step_of(
                     value.copy_(master)
         optimizer.zero_grad(set_to_none=True)
         watch.lap("optimizer")
-        return float(total), watch.seconds()
+        return float(total), watch.take()
 
     return step
 

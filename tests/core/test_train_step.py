@@ -45,6 +45,16 @@ def test_step_does_not_depend_on_how_the_batch_is_cut(tiny):
         assert (x - y).abs().max() < 1e-9, name
 
 
+def test_step_tells_the_time_of_its_passes_and_of_the_update_before_it(tiny):
+    """Its own update would have to be waited for; with accumulation a part is the sum of its laps."""
+    parts, results = steps(tiny("train.micro_batch_size=1"), 2)
+    first, second = (result.seconds for result in results)
+    assert first.keys() == {"forward", "backward"}
+    assert second.keys() == {"forward", "backward", "optimizer"}
+    assert min(*first.values(), *second.values()) > 0
+    assert parts.watch.take().keys() == {"optimizer"}
+
+
 def test_step_moves_the_selection_bias_once_a_step_by_its_rate(tiny):
     config = tiny("train.micro_batch_size=1", "moe.bias_update_rate=0.5")
     parts, results = steps(config, 1)

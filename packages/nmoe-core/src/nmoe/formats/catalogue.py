@@ -71,7 +71,7 @@ _METRICS = (
     _gauge("speed/data_wait", "s", "Time the step waited for the loader."),
     _gauge("speed/forward_time", "s", "Time of the step in the forward pass."),
     _gauge("speed/backward_time", "s", "Time of the step in the backward pass."),
-    _gauge("speed/optimizer_time", "s", "Time of the step in clipping and the optimizer."),
+    _gauge("speed/optimizer_time", "s", "Time of the update before this step."),
     _gauge("speed/rank_step_time", "s", "Wall time of the step on one rank."),
     _gauge("speed/checkpoint_time", "s", "Time that training paused for a checkpoint."),
     _counter("checkpoint/failures", "1", "Checkpoints of the last process that could not be written; older ones stay."),

@@ -7,7 +7,6 @@ on all ranks alike.
 """
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +24,7 @@ from nmoe.train.ranks import Ranks
 from nmoe.train.setup import Parts
 from nmoe.train.shard import hold
 
-__all__ = ["StepResult", "Stopwatch", "train_step"]
+__all__ = ["StepResult", "train_step"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +43,8 @@ class StepResult:
         load_LE: int64, assignments by MoE layer and expert, over all ranks.
         received_LR: int64, assignments by MoE layer and the rank whose experts received them.
         notes_RN: what each rank had to say, see `train_step`.
-        seconds: by part of the step on this rank: forward, backward, optimizer.
+        seconds: by part on this rank: forward and backward, and optimizer, which is that of the step before: this one's
+            still runs. None of it in the first step of a process.
     """
 
     loss: float
@@ -71,6 +71,8 @@ def train_step(
 ) -> StepResult:
     """Forward and backward over the micro batches, then one update of every parameter and selection bias.
 
+    It returns while a GPU still updates, so that the next step's kernels are queued before that ends.
+
     Args:
         parts: model and optimizer, or this rank's part of them.
         batch: this rank's micro batches, as many as the other ranks have.
@@ -79,7 +81,8 @@ def train_step(
         before_update: called before anything that a checkpoint holds changes.
     """
     model, optimizer, device, ranks = parts.model, parts.optimizer, parts.device, parts.ranks
-    watch = Stopwatch(device)
+    watch = parts.watch
+    watch.lap("")
     sums: list[torch.Tensor] = []
     routers = model.routers()
     model.mtp_weight = mtp_weight(config, step=batch.step)
@@ -105,6 +108,7 @@ def train_step(
     square = gradient_norm(gradients).double().square().view(1)
     own = torch.tensor(notes(), dtype=torch.float64, device=device)
     rows_R = ranks.rows(torch.cat([totals, square, own])).cpu().numpy()  # the step's one wait for the device
+    loads, received, seconds = load_LE.cpu().numpy(), received_LR.cpu().numpy(), watch.take()
     figures = [float(total) for total in rows_R[:, :6].sum(axis=0)]
     loss, balance_loss, router_z_loss, z_loss, mtp_loss, square_sum = figures
     norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan
@@ -129,10 +133,10 @@ def train_step(
         grad_norm=norm,
         learning_rate=rate,
         skipped=skipped,
-        load_LE=load_LE.cpu().numpy(),
-        received_LR=received_LR.cpu().numpy(),
+        load_LE=loads,
+        received_LR=received,
         notes_RN=rows_R[:, 6:],
-        seconds=watch.seconds(),
+        seconds=seconds,
     )
 
 
@@ -144,36 +148,3 @@ def _add_loads(load_LE: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     mine = by_place[:, ranks.rank % ranks.expert_size]
     ranks.add(load_LE, over="data")
     return ranks.rows(mine).T
-
-
-class Stopwatch:
-    """Splits a step's time into named parts: by events on a GPU's stream, by the clock on a CPU."""
-
-    def __init__(self, device: torch.device):
-        self._on_gpu = device.type == "cuda"
-        self._marks: list[tuple[str, float | torch.cuda.Event]] = []
-        self.lap("")
-
-    def lap(self, name: str) -> None:
-        """Ends the part `name`, which began at the lap before."""
-        if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append((name, event))
-        else:
-            self._marks.append((name, time.perf_counter()))
-
-    def seconds(self) -> dict[str, float]:
-        """Time of each part; waits for the GPU to reach the last lap."""
-        if self._on_gpu:
-            torch.cuda.synchronize()
-        parts: dict[str, float] = {}
-        for (_, begin), (name, end) in zip(self._marks, self._marks[1:], strict=False):
-            if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-                spent = begin.elapsed_time(end) / 1e3
-            else:
-                assert isinstance(begin, float)
-                assert isinstance(end, float)
-                spent = end - begin
-            parts[name] = parts.get(name, 0.0) + spent
-        return parts

@@ -19,6 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from nmoe.config import Config
@@ -154,6 +155,8 @@ def _run(
         with record_function(_MARK + "metrics"):
             recorder.step(result, batch, AllNotes(result.notes_RN), step_time=spent)
         tokens += batch.num_targets
+    if parts.device.type == "cuda":  # the last update still runs
+        torch.cuda.synchronize()
     return time.perf_counter() - began, tokens
 
 

@@ -30,6 +30,7 @@ from nmoe.rdep.nodes import NodeExchange, exchange_of
 from nmoe.train.memory import Memory, plan_memory
 from nmoe.train.ranks import Ranks, world_of
 from nmoe.train.shard import shard
+from nmoe.train.stopwatch import Stopwatch
 from nmoe.train.throughput import host_memory_bytes
 
 __all__ = [
@@ -81,6 +82,7 @@ class Parts:
         model: its parameters are whole while a layer computes.
         pieces: what this rank holds of parameters and buffers at any time, by name.
         optimizer: of these pieces.
+        watch: times the parts of the steps.
     """
 
     ranks: Ranks
@@ -89,6 +91,7 @@ class Parts:
     model: Transformer
     pieces: dict[str, Piece]
     optimizer: Optimizer
+    watch: Stopwatch
 
     @property
     def device(self) -> torch.device:
@@ -170,7 +173,10 @@ def build(config: Config, ranks: Ranks) -> Parts:
     optimizer = make_optimizer(
         model.named_parameters(), config=config.optim, seed=config.run.seed, dtype=dtype, pieces=pieces
     )
-    return Parts(ranks=ranks, comm=comm, exchange=exchange, model=model, pieces=pieces, optimizer=optimizer)
+    watch = Stopwatch(ranks.device)
+    return Parts(
+        ranks=ranks, comm=comm, exchange=exchange, model=model, pieces=pieces, optimizer=optimizer, watch=watch
+    )
 
 
 def _refuse_too_large(config: Config, ranks: Ranks) -> None:
