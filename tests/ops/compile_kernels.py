@@ -61,9 +61,9 @@ def compile_exchange(op) -> None:
         op("receive").receive_kernel(top_k, ranks)
         op("give_back").partial_sum_kernel("bfloat16", ranks, ranks)
         op("meet").meet_kernel(ranks)
-    for threads in (256, 1024):
-        op("give_back").reduce_push_kernel("bfloat16", 6, True, threads)
-        op("give_back").reduce_push_kernel("bfloat16", 8, False, threads)
+    op("give_back").reduce_push_kernel("bfloat16", 6, True, False)
+    for beside in (False, True):
+        op("give_back").reduce_push_kernel("bfloat16", 8, False, beside)
     op("give_back").values_kernel(6)
     for wire in ("mxfp8", "nvfp4"):
         op("wire").push_packed_kernel(wire, 7168, 8)

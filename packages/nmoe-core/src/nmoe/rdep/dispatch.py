@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from nmoe.comm.remote import Phase
+from nmoe.comm.remote import Phase, Remote
 from nmoe.ops import push, receive, wire
 from nmoe.ops.receive import Arrivals
 from nmoe.rdep.exchange import Exchange
@@ -62,23 +62,27 @@ def dispatch(
     )
     if exchange.has_far:
         arrivals = replace(arrivals, home_R3=_by_arrival(arrivals.home_R3, plan.count_PP2, exchange.comm.rank))
-    return _coming(sent, plan, exchange, layer), arrivals
+    return _coming(sent, exchange.rows, Phase.ROWS, plan, exchange, layer), arrivals
 
 
 def dispatch_gradient(
     x_TD: Tensor, dout_TD: Tensor, plan: Plan, *, exchange: Exchange, layer: int
-) -> tuple[Tensor, Callable[[], Tensor]]:
+) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
     """Send the gradient of each row's output the way that the row went, and after it the row.
 
     Returns:
-        dout_RD, in shared memory, valid until the exchange meets for the way back. What waits for the rows and gives them as
-        they travelled, valid as long; to be called once, before the way back.
+        What waits for dout_RD, and what waits for the rows, which gives them as they travelled. Both lie in shared memory,
+        valid until the exchange meets for the way back; to be called once each, in this order, before that.
     """
-    push.kernels().push(dout_TD, plan.sends, exchange.places(plan.count_PP2), rows=exchange.gradients)
-    exchange.ship_out(plan.count_PP2, exchange.gradients)
+    places_PP2 = exchange.places(plan.count_PP2)
+    told = exchange.start_carrying(
+        lambda: push.kernels().push(dout_TD, plan.sends, places_PP2, rows=exchange.gradients)
+    )
     sent = exchange.start_carrying(lambda: _send(x_TD, plan, exchange))
-    exchange.meet(layer, Phase.DISPATCH_GRADIENT)
-    return exchange.gradients.local, _coming(sent, plan, exchange, layer)
+    return (
+        _coming(told, exchange.gradients, Phase.DISPATCH_GRADIENT, plan, exchange, layer),
+        _coming(sent, exchange.rows, Phase.ROWS, plan, exchange, layer),
+    )
 
 
 def opened(rows: Tensor, plan: Plan, *, exchange: Exchange, like: Tensor) -> Tensor:
@@ -88,16 +92,18 @@ def opened(rows: Tensor, plan: Plan, *, exchange: Exchange, like: Tensor) -> Ten
     return wire.kernels().unpack(rows, plan.count_PP2, rank=exchange.comm.rank, wire=exchange.wire, like_RD=like)
 
 
-def _coming(sent: Callable[[], None], plan: Plan, exchange: Exchange, layer: int) -> Callable[[], Tensor]:
-    """What waits for the rows of all ranks, when this rank has sent its own."""
+def _coming(
+    sent: Callable[[], None], part: Remote, phase: Phase, plan: Plan, exchange: Exchange, layer: int
+) -> Callable[[], Tensor]:
+    """What waits until this rank has sent its lines of an area, and all others theirs."""
 
-    def rows() -> Tensor:
+    def lines() -> Tensor:
         sent()
-        exchange.ship_out(plan.count_PP2, exchange.rows)
-        exchange.meet(layer, Phase.ROWS)
-        return exchange.rows.local
+        exchange.ship_out(plan.count_PP2, part)
+        exchange.meet(layer, phase)
+        return part.local
 
-    return rows
+    return lines
 
 
 def _send(x_TD: Tensor, plan: Plan, exchange: Exchange) -> None:

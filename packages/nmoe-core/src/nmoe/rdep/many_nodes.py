@@ -69,11 +69,12 @@ class ExpertsAcrossNodes(torch.autograd.Function):
         held = Arrivals(expert_RK=in_node[2], gate_RK=in_node[3], home_R3=in_node[4])
 
         dout_TD = grad_outputs[0].contiguous()
-        dout_RD, rows = dispatch_gradient(x_TD, dout_TD, out, exchange=rail, layer=layer)
-        dout_QD, rows = dispatch_gradient(rows(), dout_RD, on, exchange=node, layer=layer)
+        dout, rows = dispatch_gradient(x_TD, dout_TD, out, exchange=rail, layer=layer)
+        dout_RD = dout()
+        dout, rows = dispatch_gradient(rows(), dout_RD, on, exchange=node, layer=layer)
 
         dw13_X2FD, dw2_XDF = serve_gradient(
-            dout_QD,
+            dout,
             lambda: opened(rows(), on, exchange=node, like=x_TD),
             preact_S2F,
             held,

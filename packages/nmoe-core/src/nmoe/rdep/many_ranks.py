@@ -63,9 +63,9 @@ class ExpertsAcross(torch.autograd.Function):
         arrivals = Arrivals(expert_RK=expert_RK, gate_RK=gate_RK, home_R3=home_R3)
 
         dout_TD = grad_outputs[0].contiguous()
-        dout_RD, rows = dispatch_gradient(x_TD, dout_TD, plan, exchange=exchange, layer=layer)
+        dout, rows = dispatch_gradient(x_TD, dout_TD, plan, exchange=exchange, layer=layer)
         dw13_X2FD, dw2_XDF = serve_gradient(
-            dout_RD,
+            dout,
             lambda: opened(rows(), plan, exchange=exchange, like=x_TD),
             preact_S2F,
             arrivals,

@@ -41,7 +41,7 @@ def serve(
 
 
 def serve_gradient(
-    dout_RD: Tensor,
+    dout: Callable[[], Tensor],
     rows: Callable[[], Tensor],
     preact_S2F: Tensor | None,
     arrivals: Arrivals,
@@ -53,22 +53,18 @@ def serve_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Send the gradients of rows and gates back, while those of the weights are computed.
 
-    ``rows`` gives x_RD, which may still be on its way; it is called once. The rest is of the forward.
+    ``dout`` and ``rows`` give dout_RD and x_RD, which may still be on their way; they are called once each, in this order.
+    The rest is of the forward.
 
     Returns:
         The gradients of the weights.
     """
-    rows = functools.cache(rows)
+    dout, rows = functools.cache(dout), functools.cache(rows)
     dw13_X2FD, dw2_XDF = torch.empty_like(w13_X2FD), torch.empty_like(w2_XDF)
     for number, groups in enumerate(_groups(arrivals, rounds, exchange)):
+        dout_RD = dout()
         if number > 0 or preact_S2F is None:
             preact_S2F = up_again(rows(), w13_X2FD, groups)
-
-        def send(dx_SD: Tensor, dgate_S: Tensor, groups: Groups = groups) -> Callable[[], None]:
-            return exchange.start_carrying(
-                lambda: send_back_gradient(dx_SD, dgate_S, groups, arrivals.home_R3, exchange=exchange)
-            )
-
         experts_backward(
             dout_RD,
             rows,
@@ -80,7 +76,7 @@ def serve_gradient(
             dw2_XDF=dw2_XDF,
             add_w13=number > 0,
             add_w2=number > 0,
-            send=send,
+            send=functools.partial(send_back_gradient, groups=groups, home_R3=arrivals.home_R3, exchange=exchange),
         )
     return dw13_X2FD, dw2_XDF
 

@@ -3,9 +3,10 @@
 
 It issues its K loads before it uses the first, and sums in fp32 in the order of k. Rows lie in the order of their
 sources; blocks take them interleaved, one of each source in turn, so that local and remote stores go on side by side and
-no link waits for the other half. Beside a product each block is as large as a multiprocessor and there are only a few: the same
-work in the same order, by fewer threads. Roofline, T=32768 D=2048 K=6 P=2 in bf16: 132 MB over the link (0.40 ms at 330 GB/s) and
-0.54 GB of memory traffic at each rank (0.13 ms).
+no link waits for the other half. Beside a product a few large blocks do the same, in the same order.
+
+Roofline, T=32768 D=2048 K=6 P=2 in bf16: 132 MB over the link (0.40 ms at 330 GB/s) and 0.54 GB of memory traffic at each
+rank (0.13 ms).
 """
 
 from typing import Any
@@ -24,8 +25,9 @@ from nmoe.ops.plan import Sends
 __all__ = ["partial_sum", "push_values", "reduce_push"]
 
 _THREADS = 256
-_BESIDE = 16  # multiprocessors that the way home takes from a product beside it
-_BESIDE_THREADS = 1024  # so that a block fills its multiprocessor, and no more of them are touched
+_BESIDE = 20  # multiprocessors that the way home takes from a product beside it
+_BESIDE_THREADS = 512  # their registers leave no room for a product's block, nor does that for them
+_HOME = 5  # beside the slots of a piece of a row: its source, token, ordinal, row here, and which piece it is
 
 
 @cute.kernel
@@ -39,59 +41,146 @@ def _reduce_push_kernel(
     tokens: Int32,
     top_k: cutlass.Constexpr[int],
     width: cutlass.Constexpr[int],
-    threads: cutlass.Constexpr[int],
 ):
     tid, _, _ = cute.arch.thread_idx()
     bid, _, _ = cute.arch.block_idx()
-    grid, _, _ = cute.arch.grid_dim()
+    item = bid * _THREADS + tid
+    number = item // chunks
+    col = item - number * chunks
     ranks = mAddress.shape[0]
-    for item in cutlass.range(bid * threads + tid, ranks * tokens * chunks, grid * threads):
-        number = item // chunks
-        turn = number // ranks
-        row = (number - turn * ranks) * tokens + turn
-        if row < mSlot.shape[0]:
-            _reduce_push_item(
-                mY, mSlot, mGate, mHome, mAddress, row, item - number * chunks, chunks, tokens, top_k, width
+    turn = number // ranks
+    row = (number - turn * ranks) * tokens + turn
+    if turn < tokens and row < mSlot.shape[0]:
+        rSlot = cute.make_rmem_tensor((top_k,), Int32)
+        busy = Int32(-1)
+        for k in cutlass.range_constexpr(top_k):
+            rSlot[k] = mSlot[row, k]
+            busy = max(busy, rSlot[k])
+        if busy >= 0:
+            rY = cute.make_rmem_tensor((width, top_k), mY.element_type)
+            rY.fill(0)
+            for k in cutlass.range_constexpr(top_k):
+                if rSlot[k] >= 0:
+                    cute.autovec_copy(cute.local_tile(mY[rSlot[k], None], (width,), (col,)), rY[None, k])
+            rSum = cute.make_rmem_tensor((width,), Float32)
+            rSum.fill(0.0)
+            for k in cutlass.range_constexpr(top_k):
+                weight = Float32(1.0)
+                if const_expr(mGate is not None):
+                    weight = mGate[row, k] if rSlot[k] >= 0 else Float32(0.0)
+                rSum.store(rSum.load() + rY[None, k].load().to(Float32) * weight)
+            rOut = cute.make_rmem_tensor((width,), mY.element_type)
+            rOut.store(rSum.load().to(mY.element_type))
+            place = Int64(mHome[row, 2]) * tokens + mHome[row, 1]
+            target = mAddress[mHome[row, 0]] + (place * chunks + col) * 16
+            cute.autovec_copy(
+                rOut, cute.make_tensor(global_pointer(target, mY.element_type, 16), cute.make_layout(width))
             )
 
 
-@cute.jit
-def _reduce_push_item(
+@cute.kernel
+def _reduce_push_beside_kernel(
     mY: cute.Tensor,
     mSlot: cute.Tensor,
-    mGate: Any,
     mHome: cute.Tensor,
     mAddress: cute.Tensor,
-    row: Int32,
-    col: Int32,
     chunks: Int32,
     tokens: Int32,
     top_k: cutlass.Constexpr[int],
     width: cutlass.Constexpr[int],
 ):
-    rSlot = cute.make_rmem_tensor((top_k,), Int32)
+    """The same without gates by a few blocks: two pieces of rows at a time, and what the next two need to know is fetched meanwhile."""
+    tid, _, _ = cute.arch.thread_idx()
+    bid, _, _ = cute.arch.block_idx()
+    grid, _, _ = cute.arch.grid_dim()
+    ranks = mAddress.shape[0]
+    pair: cutlass.Constexpr[int] = 2
+    stride = grid * _BESIDE_THREADS
+    rNext = cute.make_rmem_tensor((top_k + _HOME, pair), Int32)
+    r = cute.make_rmem_tensor((top_k + _HOME, pair), Int32)
+    rY = cute.make_rmem_tensor((width, top_k, pair), mY.element_type)
+    start = bid * _BESIDE_THREADS + tid
+    for p in cutlass.range_constexpr(pair):
+        _slots_and_home(mSlot, mHome, rNext, p, start + p * stride, ranks, chunks, tokens, top_k)
+    for item in cutlass.range(start, ranks * tokens * chunks, pair * stride):
+        for v in cutlass.range_constexpr(pair * (top_k + _HOME)):
+            r[v] = rNext[v]
+        for p in cutlass.range_constexpr(pair):
+            _load_results(mY, r, rY, p, top_k, width)
+        for p in cutlass.range_constexpr(pair):
+            _slots_and_home(mSlot, mHome, rNext, p, item + (pair + p) * stride, ranks, chunks, tokens, top_k)
+        for p in cutlass.range_constexpr(pair):
+            _sum_and_store(mAddress, r, rY, p, chunks, tokens, top_k, width)
+
+
+@cute.jit
+def _slots_and_home(
+    mSlot: cute.Tensor,
+    mHome: cute.Tensor,
+    r: cute.Tensor,
+    p: cutlass.Constexpr[int],
+    item: Int32,
+    ranks: Int32,
+    chunks: Int32,
+    tokens: Int32,
+    top_k: cutlass.Constexpr[int],
+):
+    """What has to be known of the item-th piece; slots of -1 where there is none."""
+    number = item // chunks
+    turn = number // ranks
+    row = (number - turn * ranks) * tokens + turn
+    for k in cutlass.range_constexpr(top_k):
+        r[k, p] = Int32(-1)
+    for h in cutlass.range_constexpr(3):
+        r[top_k + h, p] = Int32(0)
+    r[top_k + 3, p] = row
+    r[top_k + 4, p] = item - number * chunks
+    if turn < tokens and row < mSlot.shape[0]:
+        for k in cutlass.range_constexpr(top_k):
+            r[k, p] = mSlot[row, k]
+        for h in cutlass.range_constexpr(3):
+            r[top_k + h, p] = mHome[row, h]
+
+
+@cute.jit
+def _load_results(
+    mY: cute.Tensor,
+    r: cute.Tensor,
+    rY: cute.Tensor,
+    p: cutlass.Constexpr[int],
+    top_k: cutlass.Constexpr[int],
+    width: cutlass.Constexpr[int],
+):
+    for k in cutlass.range_constexpr(top_k):
+        rY[None, k, p].fill(0)
+        if r[k, p] >= 0:
+            cute.autovec_copy(cute.local_tile(mY[r[k, p], None], (width,), (r[top_k + 4, p],)), rY[None, k, p])
+
+
+@cute.jit
+def _sum_and_store(
+    mAddress: cute.Tensor,
+    r: cute.Tensor,
+    rY: cute.Tensor,
+    p: cutlass.Constexpr[int],
+    chunks: Int32,
+    tokens: Int32,
+    top_k: cutlass.Constexpr[int],
+    width: cutlass.Constexpr[int],
+):
     busy = Int32(-1)
     for k in cutlass.range_constexpr(top_k):
-        rSlot[k] = mSlot[row, k]
-        busy = max(busy, rSlot[k])
+        busy = max(busy, r[k, p])
     if busy >= 0:
-        rY = cute.make_rmem_tensor((width, top_k), mY.element_type)
-        rY.fill(0)
-        for k in cutlass.range_constexpr(top_k):
-            if rSlot[k] >= 0:
-                cute.autovec_copy(cute.local_tile(mY[rSlot[k], None], (width,), (col,)), rY[None, k])
         rSum = cute.make_rmem_tensor((width,), Float32)
         rSum.fill(0.0)
         for k in cutlass.range_constexpr(top_k):
-            weight = Float32(1.0)
-            if const_expr(mGate is not None):
-                weight = mGate[row, k] if rSlot[k] >= 0 else Float32(0.0)
-            rSum.store(rSum.load() + rY[None, k].load().to(Float32) * weight)
-        rOut = cute.make_rmem_tensor((width,), mY.element_type)
-        rOut.store(rSum.load().to(mY.element_type))
-        place = Int64(mHome[row, 2]) * tokens + mHome[row, 1]
-        target = mAddress[mHome[row, 0]] + (place * chunks + col) * 16
-        cute.autovec_copy(rOut, cute.make_tensor(global_pointer(target, mY.element_type, 16), cute.make_layout(width)))
+            rSum.store(rSum.load() + rY[None, k, p].load().to(Float32))
+        rOut = cute.make_rmem_tensor((width,), rY.element_type)
+        rOut.store(rSum.load().to(rY.element_type))
+        place = Int64(r[top_k + 2, p]) * tokens + r[top_k + 1, p]
+        target = mAddress[r[top_k, p]] + (place * chunks + r[top_k + 4, p]) * 16
+        cute.autovec_copy(rOut, cute.make_tensor(global_pointer(target, rY.element_type, 16), cute.make_layout(width)))
 
 
 @cute.jit
@@ -102,17 +191,21 @@ def _reduce_push_entry(
     mHome: cute.Tensor,
     mAddress: cute.Tensor,
     tokens: Int32,
-    blocks: Int32,
     top_k: cutlass.Constexpr[int],
     width: cutlass.Constexpr[int],
-    threads: cutlass.Constexpr[int],
+    beside: cutlass.Constexpr[bool],
     stream: Any,
 ):
     chunks = mY.shape[1] // width
-    wanted = cute.ceil_div(mAddress.shape[0] * tokens * chunks, threads)
-    _reduce_push_kernel(mY, mSlot, mGate, mHome, mAddress, chunks, tokens, top_k, width, threads).launch(
-        grid=[min(blocks, wanted), 1, 1], block=[threads, 1, 1], stream=stream
-    )
+    items = mAddress.shape[0] * tokens * chunks
+    if const_expr(beside):
+        _reduce_push_beside_kernel(mY, mSlot, mHome, mAddress, chunks, tokens, top_k, width).launch(
+            grid=[_BESIDE, 1, 1], block=[_BESIDE_THREADS, 1, 1], stream=stream
+        )
+    else:
+        _reduce_push_kernel(mY, mSlot, mGate, mHome, mAddress, chunks, tokens, top_k, width).launch(
+            grid=[cute.ceil_div(items, _THREADS), 1, 1], block=[_THREADS, 1, 1], stream=stream
+        )
 
 
 def _width(dtype: str) -> int:
@@ -121,7 +214,7 @@ def _width(dtype: str) -> int:
 
 
 @kernel_cache
-def reduce_push_kernel(dtype: str, top_k: int, gated: bool, threads: int) -> Any:
+def reduce_push_kernel(dtype: str, top_k: int, gated: bool, beside: bool) -> Any:
     return compile_kernel(
         _reduce_push_entry,
         fake(dtype, None, None),
@@ -130,10 +223,9 @@ def reduce_push_kernel(dtype: str, top_k: int, gated: bool, threads: int) -> Any
         fake("int32", None, 3, align=4),
         fake("int64", None, align=8),
         Int32(0),
-        Int32(0),
         top_k,
         _width(dtype),
-        threads,
+        beside,
     )
 
 
@@ -250,9 +342,8 @@ def reduce_push(
 ) -> None:
     if y_SD.shape[0] == 0 or slot_RK.numel() == 0:
         return
-    threads, blocks = (_BESIDE_THREADS, _BESIDE) if beside else (_THREADS, 1 << 30)
-    kernel = reduce_push_kernel(_name(y_SD.dtype), slot_RK.shape[1], gate_RK is not None, threads)
-    kernel(y_SD, slot_RK, gate_RK, home_R3, results.address_P, results.local.shape[1], blocks)
+    kernel = reduce_push_kernel(_name(y_SD.dtype), slot_RK.shape[1], gate_RK is not None, beside and gate_RK is None)
+    kernel(y_SD, slot_RK, gate_RK, home_R3, results.address_P, results.local.shape[1])
 
 
 def push_values(value_S: Tensor, slot_RK: Tensor, home_R3: Tensor, *, values: Remote) -> None:
