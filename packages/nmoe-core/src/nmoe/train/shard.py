@@ -8,6 +8,7 @@ experts, whose gradients are summed in the masters' dtype. So every product is t
 averaged, because the loss is divided by the targets of the global batch already.
 """
 
+import warnings
 from typing import Literal
 
 from torch import nn
@@ -32,6 +33,8 @@ def shard(model: Transformer, *, ranks: Ranks, gather: Literal["layer", "step"])
     """
     if not ranks.mesh:
         return
+    # A router hands on its rows, a view; FSDP warns that a write into it would lose its hook. Nothing is written there.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     wide = MixedPrecisionPolicy(cast_forward_inputs=False)
     free = gather == "layer"
     apart: set[nn.Parameter] = set()
