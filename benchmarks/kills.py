@@ -98,7 +98,7 @@ def run(folder: Path, data: Path, victim: str, options: argparse.Namespace, *, k
 
 def steps_of_this_start(command: Command) -> int:
     """Steps since the ranks were started last."""
-    return len(re.findall(r"^step ", command.errors.rpartition(" at step ")[2], re.MULTILINE))
+    return len(re.findall(r"^step ", command.errors.rpartition(": starting again")[2], re.MULTILINE))
 
 
 if __name__ == "__main__":
