@@ -105,9 +105,14 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=201088)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--peer", choices=PEERS, action="append", help="may be repeated (default: all)")
+    parser.add_argument(
+        "--chunk-gb", type=float, help="most memory for a chunk's logits, in GB (default: the kernel's own)"
+    )
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("error: needs a CUDA GPU")
+    if options.chunk_gb:
+        registry.implementation("cross_entropy")._CHUNK_BYTES = options.chunk_gb * 1e9  # type: ignore[attr-defined]
     device, T, V, D = torch.device("cuda"), options.tokens, options.vocabulary, options.width
     ceiling = dense_ceiling()
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, dense bf16 8192^3: {ceiling:.0f} TFLOP/s")

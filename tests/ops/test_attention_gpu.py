@@ -61,6 +61,7 @@ ATTENTION = {
     "multi_query_wide_window": (1, 400, 4, 1, 64, 64, 4096, [129, 128, 127]),
     "quickstart": (2, 256, 4, 4, 48, 32, 0, [100, 3]),
     "odd_widths": (1, 130, 2, 2, 75, 33, 0, [70, 60]),
+    "gqa_wide_keys": (1, 300, 4, 2, 192, 128, 0, [299, 1]),  # filled up to equal widths
     "widest": (1, 300, 4, 2, 256, 256, 0, [299, 1]),
 }
 

@@ -63,10 +63,10 @@ def prepare(document_BT: Tensor, *, window: int, device: torch.device) -> Docume
     )
 
 
-def _widths(width: int, v_width: int) -> tuple[int, int]:
-    """The narrowest kernel for heads of these widths."""
+def _widths(width: int, v_width: int, *, grouped: bool) -> tuple[int, int]:
+    """The narrowest kernel for heads of these widths; where query heads share keys, the backward on sm_90a wants equal ones."""
     fitting = (pair for pair in _WIDTHS if pair[0] >= width and pair[1] >= v_width)
-    found = next(fitting, None)
+    found = next((pair for pair in fitting if pair[0] == pair[1] or not grouped), None)
     if found is None:
         raise EnvironmentFault(
             f"attention: found head widths {width} (queries, keys) and {v_width} (values), the kernels take at most "
@@ -139,7 +139,7 @@ def attention(q_BTNH: Tensor, k_BTGH: Tensor, v_BTGH: Tensor, mask: Documents, *
             f"attention: found {q_BTNH.dtype}, the kernels take bfloat16; set train.dtype=bf16, or NMOE_ARCH=reference"
         )
     width, v_width = q_BTNH.shape[3], v_BTGH.shape[3]
-    wide, v_wide = _widths(width, v_width)
+    wide, v_wide = _widths(width, v_width, grouped=q_BTNH.shape[2] != k_BTGH.shape[2])
     # Columns of zeros add nothing to a score, and those of the result are left out again.
     padding = (wide - width, wide - width, v_wide - v_width)
     q_TNH, k_TGH, v_TGH = (
