@@ -49,6 +49,25 @@ def start_carrying(carry: Callable[[], None], device: torch.device) -> Callable[
     return finish
 
 
+class _Rejoined(torch.autograd.Function):
+    """Its argument. Backward makes the stream of this forward wait for all that the other one was given.
+
+    Autograd waits there for the gradient of the rows alone. Gradients of weights that are added to earlier ones are added
+    after it was made, on the other stream, and FSDP sums over ranks from this one.
+    """
+
+    @staticmethod
+    def forward(ctx, x_TD: Tensor, other: torch.cuda.Stream) -> Tensor:
+        ctx.other = other
+        return x_TD.view_as(x_TD)
+
+    @staticmethod
+    def backward(ctx, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        (dx_TD,) = grad_outputs
+        torch.cuda.current_stream(dx_TD.device).wait_stream(ctx.other)
+        return dx_TD, None
+
+
 def start_beside(run: Callable[[Tensor], Tensor], x_TD: Tensor) -> Callable[[], Tensor]:
     """Start ``run(x_TD)`` next to what the current stream does from here on; on a CPU, run it at once.
 
@@ -59,6 +78,7 @@ def start_beside(run: Callable[[Tensor], Tensor], x_TD: Tensor) -> Callable[[], 
         out_TD = run(x_TD)
         return lambda: out_TD
     here, beside = torch.cuda.current_stream(x_TD.device), _second_stream(x_TD.device)
+    x_TD = _Rejoined.apply(x_TD, beside)  # type: ignore[assignment]
     beside.wait_stream(here)
     with torch.cuda.stream(beside):
         out_TD = run(x_TD)
