@@ -27,6 +27,7 @@ __all__ = ["partial_sum", "push_values", "reduce_push"]
 _THREADS = 256
 _BESIDE = 20  # multiprocessors that the way home takes from a product beside it
 _BESIDE_THREADS = 512  # their registers leave no room for a product's block, nor does that for them
+_MOST_PAIRED = 6  # results of two pieces fit into a thread's registers up to here; 8 of each spill on sm_100a
 _HOME = 5  # beside the slots of a piece of a row: its source, token, ordinal, row here, and which piece it is
 
 
@@ -89,12 +90,12 @@ def _reduce_push_beside_kernel(
     top_k: cutlass.Constexpr[int],
     width: cutlass.Constexpr[int],
 ):
-    """The same without gates by a few blocks: two pieces of rows at a time, and what the next two need to know is fetched meanwhile."""
+    """The same without gates by a few blocks: two pieces of rows (few results each) at a time, and what the next need to know is fetched meanwhile."""
     tid, _, _ = cute.arch.thread_idx()
     bid, _, _ = cute.arch.block_idx()
     grid, _, _ = cute.arch.grid_dim()
     ranks = mAddress.shape[0]
-    pair: cutlass.Constexpr[int] = 2
+    pair: cutlass.Constexpr[int] = 2 if top_k <= _MOST_PAIRED else 1
     stride = grid * _BESIDE_THREADS
     rNext = cute.make_rmem_tensor((top_k + _HOME, pair), Int32)
     r = cute.make_rmem_tensor((top_k + _HOME, pair), Int32)
