@@ -51,6 +51,7 @@ DELETE FROM store;
 INSERT INTO store VALUES ('format', '{FORMAT}'), ('version', '{VERSION}');
 """  # noqa: S608 - both are constants of this file
 _PENDING_LIMIT = 4_000_000  # rows on the queue; 60 bytes each
+_COMPLAIN_S = 60.0  # between two lines about rows that were lost
 _GATHER_S = 0.2
 """Seconds that the thread sleeps before it looks what has come: a step's figures are one insert, and logging wakes nobody."""
 _log = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class MetricWriter:
         self._pending = 0
         self._count_lock = threading.Lock()
         self._dropped = self._dropped_written = 0
+        self._complain_at = 0.0
         self._last_step = 0
         try:
             self._connection = self._open(resume_step)
@@ -235,12 +237,10 @@ class MetricWriter:
             self._dropped_written = lost
         except duckdb.Error as error:
             self._dropped += count
-            _log.warning(
-                "metrics: %d rows lost, %d in all; training goes on (%s)",
-                count,
-                self._dropped,
-                str(error).splitlines()[0],
-            )
+            if time.monotonic() >= self._complain_at:  # a full disk stays so for a while
+                self._complain_at = time.monotonic() + _COMPLAIN_S
+                text = str(error).splitlines()[0]
+                _log.warning("metrics: %d rows lost so far; training goes on (%s)", self._dropped, text)
             with contextlib.suppress(duckdb.Error):
                 self._connection.execute("ROLLBACK")
 
