@@ -198,16 +198,15 @@ def transfers(at: Setting) -> Iterator[dict]:
 
     def dispatching() -> tuple:
         found = make_plan(at.expert, exchange=exchange, layer=0)
-        rows, arrivals = dispatch(at.x, at.gate, at.expert, found, exchange=exchange, layer=0)
-        rows()
-        return found, arrivals
+        return found, dispatch(at.x, at.gate, at.expert, found, exchange=exchange, layer=0)
 
-    plan, arrivals = dispatching()
+    plan, (_, arrivals) = dispatching()
     share, slots = exchange.experts_per_rank, exchange.rounds.num_slots
     groups = group.kernels().group(arrivals.expert_RK, arrivals.gate_RK, num_experts=share, num_slots=slots)
     y = torch.randn(slots, at.width, device="cuda", dtype=torch.bfloat16)
 
-    def returning() -> None:  # the meeting before it is the last one of dispatch; here it is that of `align`
+    def returning() -> None:
+        exchange.meet(0, Phase.DISPATCH)  # stands for the meeting that precedes a return
         send_back(y, groups, arrivals, exchange=exchange)
         collect(plan, exchange=exchange, layer=0)
 

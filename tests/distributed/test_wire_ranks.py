@@ -35,7 +35,7 @@ def on_arrival(x_TD: Tensor, gate_TK: Tensor, expert_TK: Tensor, wire: str) -> T
     assert isinstance(exchange, Exchange)
     plan = make_plan(expert_TK, exchange=exchange, layer=0)
     rows, _ = dispatch(x_TD, gate_TK, expert_TK, plan, exchange=exchange, layer=0)
-    return opened(rows(), plan, exchange=exchange, like=x_TD)
+    return opened(rows, plan, exchange=exchange, like=x_TD)
 
 
 @pytest.mark.parametrize("node_size", [0, 1, 2])

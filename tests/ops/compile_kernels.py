@@ -61,9 +61,8 @@ def compile_exchange(op) -> None:
         op("receive").receive_kernel(top_k, ranks)
         op("give_back").partial_sum_kernel("bfloat16", ranks, ranks)
         op("meet").meet_kernel(ranks)
-    op("give_back").reduce_push_kernel("bfloat16", 6, True, False)
-    for beside in (False, True):
-        op("give_back").reduce_push_kernel("bfloat16", 8, False, beside)
+    op("give_back").reduce_push_kernel("bfloat16", 6, True)
+    op("give_back").reduce_push_kernel("bfloat16", 8, False)
     op("give_back").values_kernel(6)
     for wire in ("mxfp8", "nvfp4"):
         op("wire").push_packed_kernel(wire, 7168, 8)
@@ -138,9 +137,6 @@ def compile_products(gemm) -> None:
             partial(gemm.dw2, x, act, index, offset, out_XDF=torch.zeros(w2.shape)),
         ]
         load_fails(calls)
-        load_fails(
-            [partial(call, beside=True) for call in calls if call.func.__name__ in ("gated_backward", "dw13", "dw2")]
-        )
 
 
 if __name__ == "__main__":

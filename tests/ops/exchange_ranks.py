@@ -18,7 +18,6 @@ from torch import Tensor
 from nmoe.comm.communicator import Communicator, Symmetric
 from nmoe.comm.ipc import Ipc
 from nmoe.comm.nvshmem import Nvshmem
-from nmoe.rdep import overlap
 from nmoe.rdep.exchange import Exchange
 from nmoe.rdep.many_ranks import ExpertsAcross
 from nmoe.rdep.one_rank import ExpertsHere
@@ -262,15 +261,9 @@ def survives_delays(comm: Communicator) -> None:
     wanted = problem.across(exchange, leaves)
     mismatches = torch.zeros((), dtype=torch.int64, device="cuda")
     random = torch.Generator().manual_seed(comm.rank)
-    carrier = overlap._carrier(comm.device)
     for number in range(DELAYED):
-        for stream in (
-            torch.cuda.current_stream(),
-            carrier,
-        ):  # of the meetings and products, of what travels beside them
-            if int(torch.randint(3, (), generator=random)) == 0:
-                with torch.cuda.stream(stream):
-                    torch.cuda._sleep(int(torch.randint(2_000_000, (), generator=random)))
+        if int(torch.randint(3, (), generator=random)) == 0:
+            torch.cuda._sleep(int(torch.randint(2_000_000, (), generator=random)))
         first = ExpertsAcross.apply(*leaves, problem.expert[own], True, exchange, 0)
         second = ExpertsAcross.apply(*leaves, problem.expert[own], True, exchange, 1)
         grads = torch.autograd.grad(first, leaves, problem.dout[own])

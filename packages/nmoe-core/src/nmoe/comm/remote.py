@@ -28,7 +28,6 @@ class Phase(enum.IntEnum):
     RETURN = 2
     DISPATCH_GRADIENT = 3
     RETURN_GRADIENT = 4
-    ROWS = 5
 
 
 def area_of(whole: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -5,8 +5,6 @@ An owner sums what a row has on it before it sends: one row travels back, not on
 a row on (`nmoe.rdep.many_nodes`) hands back what its node made of it.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -40,19 +38,11 @@ def collect(plan: Plan, *, exchange: Exchange, layer: int) -> Tensor:
     return _sum(plan, exchange)
 
 
-def send_back_gradient(
-    dx_SD: Tensor, dgate_S: Tensor, groups: Groups, home_R3: Tensor, *, exchange: Exchange
-) -> Callable[[], None]:
-    """Owner: store one number per gate at its source, and begin to store each row's gradient, summed over its assignments.
-
-    Returns:
-        What waits for the end of that.
-    """
-    kernels, results, beside = give_back.kernels(), exchange.results, not exchange.has_far
+def send_back_gradient(dx_SD: Tensor, dgate_S: Tensor, groups: Groups, home_R3: Tensor, *, exchange: Exchange) -> None:
+    """Owner: store each row's gradient, summed over its assignments, and one number per gate at its source."""
+    kernels = give_back.kernels()
+    kernels.reduce_push(dx_SD, groups.slot_RK, None, home_R3, results=exchange.results)
     kernels.push_values(dgate_S, groups.slot_RK, home_R3, values=exchange.values)
-    return exchange.start_carrying(
-        lambda: kernels.reduce_push(dx_SD, groups.slot_RK, None, home_R3, results=results, beside=beside)
-    )
 
 
 def hand_back_gradient(

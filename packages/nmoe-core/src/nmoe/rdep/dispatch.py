@@ -2,19 +2,18 @@
 """Transfers from the source of a token to the owners of its experts: rows forward, gradients of the output backward.
 
 In backward the rows of x travel once more, to the places that they had in forward: keeping them would cost an owner up
-to P x T_max rows a layer. Only the last product needs them, so they travel beside the first one.
+to P x T_max rows a layer.
 
 Rows arrive as they travel, maybe in few bits: they are sent on as they are (`nmoe.rdep.many_nodes`), and `opened` where they
 are computed with.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from nmoe.comm.remote import Phase, Remote
+from nmoe.comm.remote import Phase
 from nmoe.ops import push, receive, wire
 from nmoe.ops.receive import Arrivals
 from nmoe.rdep.exchange import Exchange
@@ -25,7 +24,7 @@ __all__ = ["dispatch", "dispatch_gradient", "opened"]
 
 def dispatch(
     x_TD: Tensor, gate_TK: Tensor, expert_TK: Tensor, plan: Plan, *, exchange: Exchange, layer: int
-) -> tuple[Callable[[], Tensor], Arrivals]:
+) -> tuple[Tensor, Arrivals]:
     """Send each row, with its choices and gates, to the owners of its experts.
 
     Args:
@@ -37,10 +36,10 @@ def dispatch(
         layer: For messages.
 
     Returns:
-        What waits for the rows and gives them as they travelled, in (source rank, token) order, in shared memory, valid
-        until the exchange meets for the way back; to be called once, before that. What to do with them, which arrives first.
+        The rows that arrived, as they travelled, in (source rank, token) order; in shared memory, so valid until the next
+        meeting of this exchange. What to do with them.
     """
-    sent = exchange.start_carrying(lambda: _send(x_TD, plan, exchange))
+    _send(x_TD, plan, exchange)
     push.kernels().push_records(
         expert_TK,
         gate_TK,
@@ -50,7 +49,7 @@ def dispatch(
         experts_per_rank=exchange.experts_per_rank,
         records=exchange.records,
     )
-    exchange.ship_out(plan.count_PP2, exchange.records)
+    exchange.ship_out(plan.count_PP2, exchange.rows, exchange.records)
     exchange.meet(layer, Phase.DISPATCH)
     arrivals = receive.kernels().receive(
         exchange.records.local,
@@ -62,27 +61,22 @@ def dispatch(
     )
     if exchange.has_far:
         arrivals = replace(arrivals, home_R3=_by_arrival(arrivals.home_R3, plan.count_PP2, exchange.comm.rank))
-    return _coming(sent, exchange.rows, Phase.ROWS, plan, exchange, layer), arrivals
+    return exchange.rows.local, arrivals
 
 
 def dispatch_gradient(
     x_TD: Tensor, dout_TD: Tensor, plan: Plan, *, exchange: Exchange, layer: int
-) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-    """Send the gradient of each row's output the way that the row went, and after it the row.
+) -> tuple[Tensor, Tensor]:
+    """Send each row, and the gradient of its output, the way that the row went.
 
     Returns:
-        What waits for dout_RD, and what waits for the rows, which gives them as they travelled. Both lie in shared memory,
-        valid until the exchange meets for the way back; to be called once each, in this order, before that.
+        The rows as they travelled, and dout_RD; in shared memory, so valid until the next meeting of this exchange.
     """
-    places_PP2 = exchange.places(plan.count_PP2)
-    told = exchange.start_carrying(
-        lambda: push.kernels().push(dout_TD, plan.sends, places_PP2, rows=exchange.gradients)
-    )
-    sent = exchange.start_carrying(lambda: _send(x_TD, plan, exchange))
-    return (
-        _coming(told, exchange.gradients, Phase.DISPATCH_GRADIENT, plan, exchange, layer),
-        _coming(sent, exchange.rows, Phase.ROWS, plan, exchange, layer),
-    )
+    _send(x_TD, plan, exchange)
+    push.kernels().push(dout_TD, plan.sends, exchange.places(plan.count_PP2), rows=exchange.gradients)
+    exchange.ship_out(plan.count_PP2, exchange.rows, exchange.gradients)
+    exchange.meet(layer, Phase.DISPATCH_GRADIENT)
+    return exchange.rows.local, exchange.gradients.local
 
 
 def opened(rows: Tensor, plan: Plan, *, exchange: Exchange, like: Tensor) -> Tensor:
@@ -90,20 +84,6 @@ def opened(rows: Tensor, plan: Plan, *, exchange: Exchange, like: Tensor) -> Ten
     if exchange.wire is None:
         return rows
     return wire.kernels().unpack(rows, plan.count_PP2, rank=exchange.comm.rank, wire=exchange.wire, like_RD=like)
-
-
-def _coming(
-    sent: Callable[[], None], part: Remote, phase: Phase, plan: Plan, exchange: Exchange, layer: int
-) -> Callable[[], Tensor]:
-    """What waits until this rank has sent its lines of an area, and all others theirs."""
-
-    def lines() -> Tensor:
-        sent()
-        exchange.ship_out(plan.count_PP2, part)
-        exchange.meet(layer, phase)
-        return part.local
-
-    return lines
 
 
 def _send(x_TD: Tensor, plan: Plan, exchange: Exchange) -> None:

@@ -23,7 +23,7 @@ rows: results is [P, T_max, D] and values [P, T_max, K], and the source finds it
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,7 +35,6 @@ from nmoe.comm.remote import Board, Phase, Remote, area_of
 from nmoe.comm.watcher import PATIENCE_S
 from nmoe.errors import ConfigError
 from nmoe.ops import meet, ship
-from nmoe.rdep.overlap import start_carrying
 
 __all__ = ["Exchange", "Rounds", "owned_experts"]
 
@@ -211,10 +210,6 @@ class Exchange:
             came_P = count_PP2[:, self.comm.rank, 0].to(torch.int32)
             first_P = torch.full_like(came_P, self.comm.rank * self.tokens)
             ship.kernels().ship(parts, torch.stack([first_P, came_P], dim=1), self.board)
-
-    def start_carrying(self, carry: Callable[[], None]) -> Callable[[], None]:
-        """`nmoe.rdep.overlap.start_carrying` where all peers are reached by stores; else at once, in the order of the puts."""
-        return start_carrying(carry, torch.device("cpu") if self.has_far else self.comm.device)
 
     def meet(self, layer: int, phase: Phase) -> None:
         """Let all ranks come to the same point; see `nmoe.ops.meet`."""

@@ -70,7 +70,7 @@ def _up(x_RD: Tensor, w13_X2FD: Tensor, groups: Groups) -> tuple[Tensor, Tensor]
 
 def experts_backward(
     dout_RD: Tensor,
-    rows: Callable[[], Tensor],
+    x_RD: Tensor,
     preact_S2F: Tensor,
     w13_X2FD: Tensor,
     w2_XDF: Tensor,
@@ -80,13 +80,12 @@ def experts_backward(
     dw2_XDF: Tensor,
     add_w13: bool = False,
     add_w2: bool = False,
-    send: Callable[[Tensor, Tensor], Callable[[], None]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of all assignments and of the weights.
 
     Args:
         dout_RD: Gradient of each row's output, in the rows' dtype.
-        rows: Gives x_RD, the rows of the forward, which may still be on their way; called once.
+        x_RD: Rows of the forward.
         preact_S2F: Pre-activations of the forward.
         w13_X2FD: Master values.
         w2_XDF: Master values.
@@ -95,29 +94,19 @@ def experts_backward(
         dw2_XDF: Takes the gradient of w2.
         add_w13: Add to what is in dw13_X2FD.
         add_w2: Add to what is in dw2_XDF.
-        send: Gets dx_SD and dgate_S before the gradients of the weights are computed, starts what is to be done with them,
-            and returns what waits for its end. Without it dx_SD comes last, which takes less memory.
 
     Returns:
         dx_SD and dgate_S, per assignment.
     """
-    kernels, dtype = grouped_gemm.kernels(), dout_RD.dtype
-    offset_X, beside = groups.offset_X, send is not None
+    kernels, dtype = grouped_gemm.kernels(), x_RD.dtype
+    offset_X = groups.offset_X
     dout, index = kernels.arrange(dout_RD, groups.index_S, groups.slot_RK, w13_X2FD, use="dout")
     dpreact_S2F, gated_act_SF, dgate_S = kernels.gated_backward(
-        dout, rounded(w2_XDF, dtype), preact_S2F, groups.gate_S, index, offset_X, beside=beside
+        dout, rounded(w2_XDF, dtype), preact_S2F, groups.gate_S, index, offset_X
     )
-    x_RD, sent, dx_SD = rows(), None, None
-    if send is not None:
-        dx_SD = kernels.dx(dpreact_S2F, rounded(w13_X2FD, dtype), offset_X)
-        sent = send(dx_SD, dgate_S)
-    kernels.dw2(dout, gated_act_SF, index, offset_X, out_XDF=dw2_XDF, accumulate=add_w2, beside=beside)
+    kernels.dw2(dout, gated_act_SF, index, offset_X, out_XDF=dw2_XDF, accumulate=add_w2)
     del dout, gated_act_SF
     x, index = kernels.arrange(x_RD, groups.index_S, groups.slot_RK, w13_X2FD, use="dw13")
-    kernels.dw13(x, dpreact_S2F, index, offset_X, out_X2FD=dw13_X2FD, accumulate=add_w13, beside=beside)
+    kernels.dw13(x, dpreact_S2F, index, offset_X, out_X2FD=dw13_X2FD, accumulate=add_w13)
     del x
-    if sent is not None:
-        sent()
-    if dx_SD is None:
-        dx_SD = kernels.dx(dpreact_S2F, rounded(w13_X2FD, dtype), offset_X)
-    return dx_SD, dgate_S
+    return kernels.dx(dpreact_S2F, rounded(w13_X2FD, dtype), offset_X), dgate_S

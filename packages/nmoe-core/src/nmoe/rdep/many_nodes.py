@@ -39,14 +39,13 @@ class ExpertsAcrossNodes(torch.autograd.Function):
     ) -> Tensor:
         rail, node = exchange.rail, exchange.node
         out = make_plan(expert_TK, exchange=rail, layer=layer)
-        rows, came = dispatch(x_TD, gate_TK, expert_TK, out, exchange=rail, layer=layer)
+        x_R, came = dispatch(x_TD, gate_TK, expert_TK, out, exchange=rail, layer=layer)
         on = make_plan(came.expert_RK, exchange=node, layer=layer)
-        rows, held = dispatch(rows(), came.gate_RK, came.expert_RK, on, exchange=node, layer=layer)
+        x_Q, held = dispatch(x_R, came.gate_RK, came.expert_RK, on, exchange=node, layer=layer)
 
+        x_QD = opened(x_Q, on, exchange=node, like=x_TD)
         rounds = node.rounds_for(on.count_PP2)
-        preact_S2F = serve(
-            lambda: opened(rows(), on, exchange=node, like=x_TD), held, w13_X2FD, w2_XDF, rounds, exchange=node
-        )
+        preact_S2F = serve(x_QD, held, w13_X2FD, w2_XDF, rounds, exchange=node)
 
         out_RD = collect(on, exchange=node, layer=layer)
         hand_back(out_RD, came.home_R3, exchange=rail)
@@ -69,19 +68,12 @@ class ExpertsAcrossNodes(torch.autograd.Function):
         held = Arrivals(expert_RK=in_node[2], gate_RK=in_node[3], home_R3=in_node[4])
 
         dout_TD = grad_outputs[0].contiguous()
-        dout, rows = dispatch_gradient(x_TD, dout_TD, out, exchange=rail, layer=layer)
-        dout_RD = dout()
-        dout, rows = dispatch_gradient(rows(), dout_RD, on, exchange=node, layer=layer)
+        x_R, dout_RD = dispatch_gradient(x_TD, dout_TD, out, exchange=rail, layer=layer)
+        x_Q, dout_QD = dispatch_gradient(x_R, dout_RD, on, exchange=node, layer=layer)
 
+        x_QD = opened(x_Q, on, exchange=node, like=x_TD)
         dw13_X2FD, dw2_XDF = serve_gradient(
-            dout,
-            lambda: opened(rows(), on, exchange=node, like=x_TD),
-            preact_S2F,
-            held,
-            w13_X2FD,
-            w2_XDF,
-            ctx.rounds,
-            exchange=node,
+            dout_QD, x_QD, preact_S2F, held, w13_X2FD, w2_XDF, ctx.rounds, exchange=node
         )
 
         dx_RD, dgate_RK = collect_gradient(expert_RK, on, exchange=node, layer=layer)

@@ -37,15 +37,9 @@ class ExpertsAcross(torch.autograd.Function):
     ) -> Tensor:
         plan = make_plan(expert_TK, exchange=exchange, layer=layer)
         rows, arrivals = dispatch(x_TD, gate_TK, expert_TK, plan, exchange=exchange, layer=layer)
+        x_RD = opened(rows, plan, exchange=exchange, like=x_TD)
         rounds = exchange.rounds_for(plan.count_PP2)
-        preact_S2F = serve(
-            lambda: opened(rows(), plan, exchange=exchange, like=x_TD),
-            arrivals,
-            w13_X2FD,
-            w2_XDF,
-            rounds,
-            exchange=exchange,
-        )
+        preact_S2F = serve(x_RD, arrivals, w13_X2FD, w2_XDF, rounds, exchange=exchange)
         out_TD = collect(plan, exchange=exchange, layer=layer)
 
         kept = x_TD, preact_S2F if keep else None, w13_X2FD, w2_XDF, expert_TK
@@ -63,16 +57,10 @@ class ExpertsAcross(torch.autograd.Function):
         arrivals = Arrivals(expert_RK=expert_RK, gate_RK=gate_RK, home_R3=home_R3)
 
         dout_TD = grad_outputs[0].contiguous()
-        dout, rows = dispatch_gradient(x_TD, dout_TD, plan, exchange=exchange, layer=layer)
+        rows, dout_RD = dispatch_gradient(x_TD, dout_TD, plan, exchange=exchange, layer=layer)
+        x_RD = opened(rows, plan, exchange=exchange, like=x_TD)
         dw13_X2FD, dw2_XDF = serve_gradient(
-            dout,
-            lambda: opened(rows(), plan, exchange=exchange, like=x_TD),
-            preact_S2F,
-            arrivals,
-            w13_X2FD,
-            w2_XDF,
-            ctx.rounds,
-            exchange=exchange,
+            dout_RD, x_RD, preact_S2F, arrivals, w13_X2FD, w2_XDF, ctx.rounds, exchange=exchange
         )
         dx_TD, dgate_TK = collect_gradient(expert_TK, plan, exchange=exchange, layer=layer)
         return dx_TD, dgate_TK, dw13_X2FD, dw2_XDF, None, None, None, None

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the owner does with the rows that arrived, however they came: group, experts, results on their way back, by rounds."""
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -18,22 +17,12 @@ __all__ = ["serve", "serve_gradient"]
 
 
 def serve(
-    rows: Callable[[], Tensor],
-    arrivals: Arrivals,
-    w13_X2FD: Tensor,
-    w2_XDF: Tensor,
-    rounds: Rounds,
-    *,
-    exchange: Exchange,
+    x_RD: Tensor, arrivals: Arrivals, w13_X2FD: Tensor, w2_XDF: Tensor, rounds: Rounds, *, exchange: Exchange
 ) -> Tensor:
-    """Run this rank's experts over the rows, which may still be on their way, and send the results back.
-
-    Returns:
-        The pre-activations of the first round.
-    """
-    rows, first_S2F = functools.cache(rows), None
+    """Run this rank's experts over the rows and send the results back; the pre-activations of the first round."""
+    first_S2F = None
     for groups in _groups(arrivals, rounds, exchange):
-        y_SD, preact_S2F = experts_forward(rows(), w13_X2FD, w2_XDF, groups)
+        y_SD, preact_S2F = experts_forward(x_RD, w13_X2FD, w2_XDF, groups)
         send_back(y_SD, groups, arrivals, exchange=exchange)
         first_S2F = preact_S2F if first_S2F is None else first_S2F
     assert first_S2F is not None
@@ -41,8 +30,8 @@ def serve(
 
 
 def serve_gradient(
-    dout: Callable[[], Tensor],
-    rows: Callable[[], Tensor],
+    dout_RD: Tensor,
+    x_RD: Tensor,
     preact_S2F: Tensor | None,
     arrivals: Arrivals,
     w13_X2FD: Tensor,
@@ -51,23 +40,18 @@ def serve_gradient(
     *,
     exchange: Exchange,
 ) -> tuple[Tensor, Tensor]:
-    """Send the gradients of rows and gates back, while those of the weights are computed.
-
-    ``dout`` and ``rows`` give dout_RD and x_RD, which may still be on their way; they are called once each, in this order.
-    The rest is of the forward.
+    """Send the gradients of rows and gates back.
 
     Returns:
         The gradients of the weights.
     """
-    dout, rows = functools.cache(dout), functools.cache(rows)
     dw13_X2FD, dw2_XDF = torch.empty_like(w13_X2FD), torch.empty_like(w2_XDF)
     for number, groups in enumerate(_groups(arrivals, rounds, exchange)):
-        dout_RD = dout()
         if number > 0 or preact_S2F is None:
-            preact_S2F = up_again(rows(), w13_X2FD, groups)
-        experts_backward(
+            preact_S2F = up_again(x_RD, w13_X2FD, groups)
+        dx_SD, dgate_S = experts_backward(
             dout_RD,
-            rows,
+            x_RD,
             preact_S2F,
             w13_X2FD,
             w2_XDF,
@@ -76,8 +60,8 @@ def serve_gradient(
             dw2_XDF=dw2_XDF,
             add_w13=number > 0,
             add_w2=number > 0,
-            send=functools.partial(send_back_gradient, groups=groups, home_R3=arrivals.home_R3, exchange=exchange),
         )
+        send_back_gradient(dx_SD, dgate_S, groups, arrivals.home_R3, exchange=exchange)
     return dw13_X2FD, dw2_XDF
 
 

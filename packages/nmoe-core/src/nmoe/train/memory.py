@@ -224,9 +224,7 @@ def _routed_working(config: Config, s: _Widths) -> int:
     in_place = (
         config.train.accumulation > 1 and s.ep == 1 and s.keeps_casts
     )  # to the gradients of earlier micro batches
-    # Between ranks the gradients of the rows are made before those of the weights, and travel beside them.
-    beside_dx = 2 * act if s.ep == 1 else 3 * act + (copied if s.kernels else 0)
-    return (0 if in_place else 3 * w2 * s.m) + again + max(between, beside_dx + slots * D * s.a + 2 * w2 * rounded)
+    return (0 if in_place else 3 * w2 * s.m) + again + max(between, 2 * act + slots * D * s.a + 2 * w2 * rounded)
 
 
 def _attention_working(config: Config, s: _Widths) -> int:

@@ -20,19 +20,11 @@ class Kernels(Protocol):
     """What an implementation file defines.
 
     slot_RK is int32: where assignment (row, k) lies in S, or -1; home_R3 is that of `nmoe.ops.receive`. A row without a
-    slot sends nothing, and slots that no row names are never read. ``beside``: take only a few multiprocessors, because a
-    product that has time enough runs on the others.
+    slot sends nothing, and slots that no row names are never read.
     """
 
     def reduce_push(
-        self,
-        y_SD: Tensor,
-        slot_RK: Tensor,
-        gate_RK: Tensor | None,
-        home_R3: Tensor,
-        *,
-        results: Remote,
-        beside: bool = False,
+        self, y_SD: Tensor, slot_RK: Tensor, gate_RK: Tensor | None, home_R3: Tensor, *, results: Remote
     ) -> None:
         """Store each row's sum over k of gate * y[slot] (without gates: of y[slot]) at its source.
 

@@ -3,10 +3,8 @@
 
 It issues its K loads before it uses the first, and sums in fp32 in the order of k. Rows lie in the order of their
 sources; blocks take them interleaved, one of each source in turn, so that local and remote stores go on side by side and
-no link waits for the other half. Beside a product a few large blocks do the same, in the same order.
-
-Roofline, T=32768 D=2048 K=6 P=2 in bf16: 132 MB over the link (0.40 ms at 330 GB/s) and 0.54 GB of memory traffic at each
-rank (0.13 ms).
+no link waits for the other half. Roofline, T=32768 D=2048 K=6 P=2 in bf16: 132 MB over the link (0.40 ms at 330 GB/s) and
+0.54 GB of memory traffic at each rank (0.13 ms).
 """
 
 from typing import Any
@@ -25,10 +23,6 @@ from nmoe.ops.plan import Sends
 __all__ = ["partial_sum", "push_values", "reduce_push"]
 
 _THREADS = 256
-_BESIDE = 20  # multiprocessors that the way home takes from a product beside it
-_BESIDE_THREADS = 512  # their registers leave no room for a product's block, nor does that for them
-_MOST_PAIRED = 6  # results of two pieces fit into a thread's registers up to here; 8 of each spill on sm_100a
-_HOME = 5  # beside the slots of a piece of a row: its source, token, ordinal, row here, and which piece it is
 
 
 @cute.kernel
@@ -79,111 +73,6 @@ def _reduce_push_kernel(
             )
 
 
-@cute.kernel
-def _reduce_push_beside_kernel(
-    mY: cute.Tensor,
-    mSlot: cute.Tensor,
-    mHome: cute.Tensor,
-    mAddress: cute.Tensor,
-    chunks: Int32,
-    tokens: Int32,
-    top_k: cutlass.Constexpr[int],
-    width: cutlass.Constexpr[int],
-):
-    """The same without gates by a few blocks: two pieces of rows (few results each) at a time, and what the next need to know is fetched meanwhile."""
-    tid, _, _ = cute.arch.thread_idx()
-    bid, _, _ = cute.arch.block_idx()
-    grid, _, _ = cute.arch.grid_dim()
-    ranks = mAddress.shape[0]
-    pair: cutlass.Constexpr[int] = 2 if top_k <= _MOST_PAIRED else 1
-    stride = grid * _BESIDE_THREADS
-    rNext = cute.make_rmem_tensor((top_k + _HOME, pair), Int32)
-    r = cute.make_rmem_tensor((top_k + _HOME, pair), Int32)
-    rY = cute.make_rmem_tensor((width, top_k, pair), mY.element_type)
-    start = bid * _BESIDE_THREADS + tid
-    for p in cutlass.range_constexpr(pair):
-        _slots_and_home(mSlot, mHome, rNext, p, start + p * stride, ranks, chunks, tokens, top_k)
-    for item in cutlass.range(start, ranks * tokens * chunks, pair * stride):
-        for v in cutlass.range_constexpr(pair * (top_k + _HOME)):
-            r[v] = rNext[v]
-        for p in cutlass.range_constexpr(pair):
-            _load_results(mY, r, rY, p, top_k, width)
-        for p in cutlass.range_constexpr(pair):
-            _slots_and_home(mSlot, mHome, rNext, p, item + (pair + p) * stride, ranks, chunks, tokens, top_k)
-        for p in cutlass.range_constexpr(pair):
-            _sum_and_store(mAddress, r, rY, p, chunks, tokens, top_k, width)
-
-
-@cute.jit
-def _slots_and_home(
-    mSlot: cute.Tensor,
-    mHome: cute.Tensor,
-    r: cute.Tensor,
-    p: cutlass.Constexpr[int],
-    item: Int32,
-    ranks: Int32,
-    chunks: Int32,
-    tokens: Int32,
-    top_k: cutlass.Constexpr[int],
-):
-    """What has to be known of the item-th piece; slots of -1 where there is none."""
-    number = item // chunks
-    turn = number // ranks
-    row = (number - turn * ranks) * tokens + turn
-    for k in cutlass.range_constexpr(top_k):
-        r[k, p] = Int32(-1)
-    for h in cutlass.range_constexpr(3):
-        r[top_k + h, p] = Int32(0)
-    r[top_k + 3, p] = row
-    r[top_k + 4, p] = item - number * chunks
-    if turn < tokens and row < mSlot.shape[0]:
-        for k in cutlass.range_constexpr(top_k):
-            r[k, p] = mSlot[row, k]
-        for h in cutlass.range_constexpr(3):
-            r[top_k + h, p] = mHome[row, h]
-
-
-@cute.jit
-def _load_results(
-    mY: cute.Tensor,
-    r: cute.Tensor,
-    rY: cute.Tensor,
-    p: cutlass.Constexpr[int],
-    top_k: cutlass.Constexpr[int],
-    width: cutlass.Constexpr[int],
-):
-    for k in cutlass.range_constexpr(top_k):
-        rY[None, k, p].fill(0)
-        if r[k, p] >= 0:
-            cute.autovec_copy(cute.local_tile(mY[r[k, p], None], (width,), (r[top_k + 4, p],)), rY[None, k, p])
-
-
-@cute.jit
-def _sum_and_store(
-    mAddress: cute.Tensor,
-    r: cute.Tensor,
-    rY: cute.Tensor,
-    p: cutlass.Constexpr[int],
-    chunks: Int32,
-    tokens: Int32,
-    top_k: cutlass.Constexpr[int],
-    width: cutlass.Constexpr[int],
-):
-    busy = Int32(-1)
-    for k in cutlass.range_constexpr(top_k):
-        busy = max(busy, r[k, p])
-    if busy >= 0:
-        rSum = cute.make_rmem_tensor((width,), Float32)
-        rSum.fill(0.0)
-        for k in cutlass.range_constexpr(top_k):
-            rSum.store(rSum.load() + rY[None, k, p].load().to(Float32))
-        rOut = cute.make_rmem_tensor((width,), rY.element_type)
-        rOut.store(rSum.load().to(rY.element_type))
-        place = Int64(r[top_k + 2, p]) * tokens + r[top_k + 1, p]
-        target = mAddress[r[top_k, p]] + (place * chunks + r[top_k + 4, p]) * 16
-        cute.autovec_copy(rOut, cute.make_tensor(global_pointer(target, rY.element_type, 16), cute.make_layout(width)))
-
-
 @cute.jit
 def _reduce_push_entry(
     mY: cute.Tensor,
@@ -194,19 +83,13 @@ def _reduce_push_entry(
     tokens: Int32,
     top_k: cutlass.Constexpr[int],
     width: cutlass.Constexpr[int],
-    beside: cutlass.Constexpr[bool],
     stream: Any,
 ):
     chunks = mY.shape[1] // width
     items = mAddress.shape[0] * tokens * chunks
-    if const_expr(beside):
-        _reduce_push_beside_kernel(mY, mSlot, mHome, mAddress, chunks, tokens, top_k, width).launch(
-            grid=[_BESIDE, 1, 1], block=[_BESIDE_THREADS, 1, 1], stream=stream
-        )
-    else:
-        _reduce_push_kernel(mY, mSlot, mGate, mHome, mAddress, chunks, tokens, top_k, width).launch(
-            grid=[cute.ceil_div(items, _THREADS), 1, 1], block=[_THREADS, 1, 1], stream=stream
-        )
+    _reduce_push_kernel(mY, mSlot, mGate, mHome, mAddress, chunks, tokens, top_k, width).launch(
+        grid=[cute.ceil_div(items, _THREADS), 1, 1], block=[_THREADS, 1, 1], stream=stream
+    )
 
 
 def _width(dtype: str) -> int:
@@ -215,7 +98,7 @@ def _width(dtype: str) -> int:
 
 
 @kernel_cache
-def reduce_push_kernel(dtype: str, top_k: int, gated: bool, beside: bool) -> Any:
+def reduce_push_kernel(dtype: str, top_k: int, gated: bool) -> Any:
     return compile_kernel(
         _reduce_push_entry,
         fake(dtype, None, None),
@@ -226,7 +109,6 @@ def reduce_push_kernel(dtype: str, top_k: int, gated: bool, beside: bool) -> Any
         Int32(0),
         top_k,
         _width(dtype),
-        beside,
     )
 
 
@@ -338,12 +220,10 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def reduce_push(
-    y_SD: Tensor, slot_RK: Tensor, gate_RK: Tensor | None, home_R3: Tensor, *, results: Remote, beside: bool = False
-) -> None:
+def reduce_push(y_SD: Tensor, slot_RK: Tensor, gate_RK: Tensor | None, home_R3: Tensor, *, results: Remote) -> None:
     if y_SD.shape[0] == 0 or slot_RK.numel() == 0:
         return
-    kernel = reduce_push_kernel(_name(y_SD.dtype), slot_RK.shape[1], gate_RK is not None, beside and gate_RK is None)
+    kernel = reduce_push_kernel(_name(y_SD.dtype), slot_RK.shape[1], gate_RK is not None)
     kernel(y_SD, slot_RK, gate_RK, home_R3, results.address_P, results.local.shape[1])
 
 

@@ -11,10 +11,7 @@ from nmoe.ops.plan import Sends
 __all__ = ["partial_sum", "push_values", "reduce_push"]
 
 
-def reduce_push(
-    y_SD: Tensor, slot_RK: Tensor, gate_RK: Tensor | None, home_R3: Tensor, *, results: Remote, beside: bool = False
-) -> None:
-    del beside
+def reduce_push(y_SD: Tensor, slot_RK: Tensor, gate_RK: Tensor | None, home_R3: Tensor, *, results: Remote) -> None:
     sum_RD = combine_op.combine(y_SD, slot_RK, gate_RK)
     busy_R = (slot_RK >= 0).any(dim=1)
     for peer, view_OTD in enumerate(results.views):

@@ -38,8 +38,7 @@ class Kernels(Protocol):
 
     index_S is int32 [S], offset_X is int32 [X + 1], gate_S is fp32 (fp64 in reference mode); all are on the device.
     Results in the tail of S (from offset_X[X] on) are unspecified and never read. Where ``index_S`` may be None, None
-    says that the rows lie in slot order already. ``beside``: something else may hold some of the multiprocessors for a part
-    of the time, so that tiles are better dealt to whoever is free; the results are the same bits.
+    says that the rows lie in slot order already.
     """
 
     def arrange(
@@ -65,8 +64,6 @@ class Kernels(Protocol):
         gate_S: Tensor,
         index_S: Tensor | None,
         offset_X: Tensor,
-        *,
-        beside: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dpreact_S2F in C, gated_act_SF in C, dgate_S in gate's dtype (fixed order of summation)."""
         ...
@@ -84,7 +81,6 @@ class Kernels(Protocol):
         *,
         out_X2FD: Tensor,
         accumulate: bool = False,
-        beside: bool = False,
     ) -> None:
         """Write the gradient of w13 into ``out_X2FD`` (fp32, fp64 or C), or add it; exact zeros for an empty expert."""
         ...
@@ -98,7 +94,6 @@ class Kernels(Protocol):
         *,
         out_XDF: Tensor,
         accumulate: bool = False,
-        beside: bool = False,
     ) -> None:
         """Write the gradient of w2 into ``out_XDF`` (fp32, fp64 or C), or add it; exact zeros for an empty expert."""
         ...

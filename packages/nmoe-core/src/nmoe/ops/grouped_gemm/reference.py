@@ -68,10 +68,7 @@ def gated_backward(
     gate_S: Tensor,
     index_S: Tensor | None,
     offset_X: Tensor,
-    *,
-    beside: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    del beside
     dact_SF = _per_expert(_in_slots(dout_RD, index_S), w2_XDF, offset_X)  # without the gate
     act_SF = swiglu.forward(preact_S2F)
     gate_S1 = gate_S.unsqueeze(1)
@@ -93,9 +90,7 @@ def dw13(
     *,
     out_X2FD: Tensor,
     accumulate: bool = False,
-    beside: bool = False,
 ) -> None:
-    del beside
     _weight_gradient(dpreact_S2F, _in_slots(x_RD, index_S), offset_X, out_X2FD, accumulate)
 
 
@@ -107,7 +102,5 @@ def dw2(
     *,
     out_XDF: Tensor,
     accumulate: bool = False,
-    beside: bool = False,
 ) -> None:
-    del beside
     _weight_gradient(_in_slots(dout_RD, index_S), gated_act_SF, offset_X, out_XDF, accumulate)

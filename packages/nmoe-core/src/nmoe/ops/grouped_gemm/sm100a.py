@@ -79,10 +79,7 @@ def gated_backward(
     gate_S: Tensor,
     index_S: Tensor | None,
     offset_X: Tensor,
-    *,
-    beside: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    del beside  # this chip deals tiles to whoever is free in any case
     _check(dout_RD, w2_XDF, preact_S2F)
     slots, (experts, _, hidden) = preact_S2F.shape[0], w2_XDF.shape
     dpreact_S2F = torch.empty_like(preact_S2F)
@@ -113,9 +110,7 @@ def dw13(
     *,
     out_X2FD: Tensor,
     accumulate: bool = False,
-    beside: bool = False,
 ) -> None:
-    del beside
     _check(x_RD, dpreact_S2F)
     _weight_gradient(x_RD, dpreact_S2F, index_S, offset_X, out_X2FD.mT, accumulate)
 
@@ -128,9 +123,7 @@ def dw2(
     *,
     out_XDF: Tensor,
     accumulate: bool = False,
-    beside: bool = False,
 ) -> None:
-    del beside
     _check(dout_RD, gated_act_SF)
     _weight_gradient(dout_RD, gated_act_SF, index_S, offset_X, out_XDF, accumulate)
 

@@ -128,13 +128,6 @@ def _gathering(tile: GemmConfig) -> GemmConfig:
     return replace(tile, cluster_n=1, is_dynamic_persistent=False)
 
 
-@functools.cache
-def _dealt(tile: GemmConfig, beside: bool) -> GemmConfig:
-    """Each multiprocessor takes the next tile when it is done with one, in place of a share that is fixed from the start:
-    one that is held up does not hold up the rest."""
-    return replace(tile, is_dynamic_persistent=True) if beside else tile
-
-
 def _check(*tensors: Tensor) -> None:
     for tensor in tensors:
         if tensor.dtype != torch.bfloat16:
@@ -181,8 +174,6 @@ def gated_backward(
     gate_S: Tensor,
     index_S: Tensor | None,
     offset_X: Tensor,
-    *,
-    beside: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check(dout_RD, w2_XDF, preact_S2F)
     slots, hidden = preact_S2F.shape[0], w2_XDF.shape[2]
@@ -190,7 +181,7 @@ def gated_backward(
     gated_act_SF = preact_S2F.new_empty(slots, hidden)
     if not slots or not dout_RD.shape[0]:
         return dpreact_S2F, gated_act_SF, torch.empty_like(gate_S)
-    tile = _dealt(_choose(slots, w2_XDF=w2_XDF).gated_backward, beside)
+    tile = _choose(slots, w2_XDF=w2_XDF).gated_backward
     tile = tile if index_S is None else _gathering(tile)
     dgate_S = products.gated_backward(
         dout_RD, w2_XDF, preact_S2F, gate_S, index_S, offset_X, dpreact_S2F, gated_act_SF, tile
@@ -215,10 +206,9 @@ def dw13(
     *,
     out_X2FD: Tensor,
     accumulate: bool = False,
-    beside: bool = False,
 ) -> None:
     _check(x_RD, dpreact_S2F)
-    tile = _dealt(_choose(dpreact_S2F.shape[0], out_X2FD).dw13, beside)
+    tile = _choose(dpreact_S2F.shape[0], out_X2FD).dw13
     if index_S is None:
         _weight_gradient(dpreact_S2F, x_RD, None, offset_X, out_X2FD, tile, accumulate)
     else:  # what is gathered comes first, so the product is transposed
@@ -233,10 +223,9 @@ def dw2(
     *,
     out_XDF: Tensor,
     accumulate: bool = False,
-    beside: bool = False,
 ) -> None:
     _check(dout_RD, gated_act_SF)
-    tile = _dealt(_choose(gated_act_SF.shape[0], w2_XDF=out_XDF).dw2, beside)
+    tile = _choose(gated_act_SF.shape[0], w2_XDF=out_XDF).dw2
     _weight_gradient(dout_RD, gated_act_SF, index_S, offset_X, out_XDF, tile, accumulate)
 
 
