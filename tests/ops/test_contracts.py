@@ -140,3 +140,13 @@ def test_reference_functions_are_public():
         module = __import__(f"nmoe.ops.{op}.reference", fromlist=["x"])
         assert sorted(module.__all__) == sorted(_contract(op)), op
         assert all(inspect.isfunction(getattr(module, name)) for name in module.__all__)
+
+
+def test_a_checked_op_is_named_where_it_fails(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setenv("NMOE_CHECK", "1")
+    monkeypatch.setenv("NMOE_ARCH", "reference")
+    checked = registry.implementation.__wrapped__("rms_norm")
+    good, bad = torch.ones(2, 4), torch.ones(3)
+    with pytest.raises(RuntimeError, match=r"NMOE_CHECK: in rms_norm.forward of \[\('torch.float32', 2, 4\), .* 3\)"):
+        checked.forward(good, bad, eps=1e-6)

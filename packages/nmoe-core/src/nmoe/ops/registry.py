@@ -7,9 +7,13 @@ is no fall back to another arch, because a kernel that silently is not used show
 
 import functools
 import importlib
+import inspect
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from nmoe import arch
 from nmoe.errors import EnvironmentFault
@@ -44,7 +48,37 @@ def implementation(op: str) -> ModuleType:
             f"nmoe/ops/{op}/{on.stems[0]}.py: no such file, so {op} has no kernel for {on.name}; "
             "set NMOE_ARCH=reference to run plain torch instead"
         )
-    return importlib.import_module(f"nmoe.ops.{op}.{path.stem}")
+    module = importlib.import_module(f"nmoe.ops.{op}.{path.stem}")
+    return _checked(module, op) if os.environ.get("NMOE_CHECK") == "1" else module
+
+
+def _checked(module: ModuleType, op: str) -> ModuleType:
+    """The same, but each function waits for the GPU, so that a fault of a kernel is raised where it was made.
+
+    For finding faults (`NMOE_CHECK=1`): slow, and nothing can be captured in a CUDA graph.
+    """
+    checked = ModuleType(module.__name__)
+    vars(checked).update(vars(module))
+    for name in module.__all__:
+        if inspect.isfunction(vars(module)[name]):
+            setattr(checked, name, _then_wait(vars(module)[name], f"{op}.{name}"))
+    return checked
+
+
+def _then_wait(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **keys: Any) -> Any:
+        try:
+            result = function(*args, **keys)
+            cuda = sys.modules["torch"].cuda
+            if cuda.is_available():
+                cuda.synchronize()
+        except RuntimeError as error:
+            shapes = [(str(a.dtype), *a.shape) for a in (*args, *keys.values()) if hasattr(a, "dtype")]
+            raise RuntimeError(f"NMOE_CHECK: in {name} of {shapes}: {error}") from error
+        return result
+
+    return run
 
 
 def table() -> dict[str, str]:
