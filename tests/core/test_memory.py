@@ -116,6 +116,11 @@ def test_planned_peak_counts_the_rounded_experts_that_are_kept(tiny):
     assert plan.peak == pytest.approx(measured_peak(config, copies=True), rel=0.02)
     assert plan.copies > 0.02 * plan.peak
     assert plan_memory(config, kernels=False, memory=plan.peak).copies == 0  # no room
+    shared = plan_memory(
+        tiny(*COMMON, "train.dtype=bf16", "moe.expert_size=128", "parallel.ep=2"), kernels=False, ranks=2, memory=1e12
+    )
+    assert shared.copies == plan.copies / 2
+    assert plan_memory(config, kernels=False, ranks=16, memory=1e12).copies == 0  # owned twice, gathered anew
 
 
 @pytest.mark.parametrize("overrides", [(), ("train.dtype=bf16", *GQA), (ALL,), ("model.mtp_depth=1",)], ids=" ".join)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace as Namespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from nmoe.config import Config, parse_config
 from nmoe.data.builtin import make_python_docs
 from nmoe.data.loader import Loader
 from nmoe.data.sources import open_train, open_val
+from nmoe.train import setup
 from nmoe.train.evaluate import held_out_loss
 from nmoe.train.loop import train_step
 from nmoe.train.ranks import join_ranks
@@ -70,7 +72,8 @@ def train(config: Config, steps: int) -> dict[str, Any]:
     parts.comm.close()
     found = np.array([held_out.loss, held_out.loss_per_byte, *held_out.by_source.values()])
     facts = {"figures": np.array(figures), "loads": np.array(loads), "held": held, "held_out": found}
-    return facts | {"exchange": type(parts.exchange).__name__}
+    kept = [vars(parameter)["held"].copies for parameter in parts.model.parameters() if hasattr(parameter, "held")]
+    return facts | {"exchange": type(parts.exchange).__name__, "copies": sum(len(by_dtype or ()) for by_dtype in kept)}
 
 
 def joined(results: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -140,6 +143,17 @@ def test_bf16_differs_by_its_rounding(tiny, size, experts, micro, gather):
     np.testing.assert_allclose(figures[0, :-1], alone["figures"][0, :-1], rtol=2e-6)
     np.testing.assert_allclose(figures[:, :-1], alone["figures"][:, :-1], rtol=1e-4)
     np.testing.assert_allclose(figures[:, -1], alone["figures"][:, -1], rtol=1e-3)
+
+
+def test_experts_that_are_kept_rounded_are_never_stale(tiny, monkeypatch):
+    """As on a GPU with room for them: ranks that share the experts round them once an update, and every bit is the same."""
+    config = tiny("train.dtype=bf16", "parallel.ep=2", "train.micro_batch_size=2")
+    without = run_ranks(2, train, config, 4)
+    monkeypatch.setattr(setup, "planned_memory", lambda *_: Namespace(copies=1))
+    for plain, kept in zip(without, run_ranks(2, train, config, 4), strict=True):
+        assert (plain["copies"], kept["copies"]) == (0, 4)
+        np.testing.assert_array_equal(kept["figures"], plain["figures"])
+        np.testing.assert_array_equal(kept["held_out"], plain["held_out"])
 
 
 @pytest.mark.parametrize(("size", "experts", "micro"), [(2, 2, 4), (3, 1, 1), (4, 2, 2)])

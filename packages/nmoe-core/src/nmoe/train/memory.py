@@ -17,6 +17,7 @@ from itertools import combinations
 from nmoe.config import Config
 from nmoe.config.schema import RECOMPUTABLE
 from nmoe.model.params import block_shapes, parameter_shapes
+from nmoe.rdep.size import shared_bytes
 
 __all__ = ["Memory", "kept_activations", "plan_memory", "recompute_choices"]
 
@@ -284,9 +285,9 @@ def plan_memory(config: Config, *, kernels: bool, ranks: int = 1, memory: float 
         memory: bytes of the GPU, for what a run keeps only where there is room: the experts rounded. 0: it keeps none.
     """
     s = _widths(config, kernels=kernels, ranks=ranks)
-    if ranks == 1 and s.a != s.m and memory:
-        kept = _peak(config, replace(s, copies=True))
-        if kept.peak < _ROOM * memory:
+    if ranks == s.ep and s.a != s.m and memory:  # several owners of an expert gather its weights anew
+        kept = _peak(config, replace(s, copies=True), ranks=ranks)
+        if kept.peak < _ROOM * (memory - shared_bytes(config, ranks=ranks, node_size=config.rdep.node_size)):
             return kept
     return _peak(config, s, ranks=ranks)
 
@@ -305,7 +306,7 @@ def _peak(config: Config, s: _Widths, *, ranks: int = 1) -> Memory:
     def at(moment: str, *, gradients: int, activations: int, working: int) -> Memory:
         return Memory(
             masters=every // ranks,
-            copies=s.a * experts if s.copies else 0,
+            copies=s.a * experts // ranks if s.copies else 0,
             gradients=gradients // ranks,
             moments=moments // ranks,
             activations=activations,

@@ -167,8 +167,8 @@ def build(config: Config, ranks: Ranks) -> Parts:
     if exchange:
         model.connect(exchange)
     init_model(model, config.run.seed)
-    if not ranks.mesh:  # several ranks gather their weights anew
-        _hold_experts(model, config, ranks.device)
+    if ranks.data_size == 1:  # several owners of an expert gather its weights anew
+        _hold_experts(model, config, ranks)
     pieces, dtype = model_pieces(model), compute_dtype(config)
     optimizer = make_optimizer(
         model.named_parameters(), config=config.optim, seed=config.run.seed, dtype=dtype, pieces=pieces
@@ -199,11 +199,11 @@ def planned_memory(config: Config, ranks: Ranks) -> Memory:
     return plan_memory(config, kernels=arch.current().target is not None, ranks=ranks.size, memory=memory)
 
 
-def _hold_experts(model: Transformer, config: Config, device: torch.device) -> None:
+def _hold_experts(model: Transformer, config: Config, ranks: Ranks) -> None:
     """Lets the experts' gradients add up in place and, on a GPU with room for it, keeps the experts rounded."""
     experts = [module for module in model.modules() if isinstance(module, Experts)]
-    copies = planned_memory(config, Ranks(rank=0, size=1, device=device)).copies
-    if device.type == "cuda" and compute_dtype(config) == torch.bfloat16:
+    copies = planned_memory(config, ranks).copies
+    if ranks.device.type == "cuda" and compute_dtype(config) == torch.bfloat16:
         _log.info("the experts in bf16 are %s", f"kept, {copies / 1e9:.3g} GB" if copies else "made for each product")
     for module in experts:
         module.hold(copies=copies > 0)
