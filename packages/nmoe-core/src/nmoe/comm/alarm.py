@@ -49,6 +49,10 @@ class Alarm:
         gone = self.watcher.gone()
         return {rank for rank, number in enumerate(self.ranks) if number in gone}
 
+    def waits(self, rank: int) -> bool:
+        """See `Watcher.waits`; a rank of the group."""
+        return self.watcher.waits(self.ranks[rank])
+
     def ring(self, text: str) -> PeerFault:
         """See `Watcher.ring`."""
         return self.watcher.ring(text)

@@ -181,6 +181,10 @@ class Watcher:
         """int64: barriers that each of these ranks of this machine has come to."""
         return self._slots["arrived"][[self._ranks.index(rank) for rank in ranks]]
 
+    def waits(self, rank: int) -> bool:
+        """Whether this rank of this machine has stood for a while in a call that waits for others: it is not the cause."""
+        return rank in self._ranks and bool(self._slots["waits"][self._ranks.index(rank)])
+
     def gone(self) -> set[int]:
         """Ranks of this machine whose process has ended although they did not take their leave."""
         return {self._ranks[index] for index in self._ended() if not self._slots["leaving"][index]}
