@@ -8,7 +8,10 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,8 +19,10 @@ from ranks import Ranks
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from nmoe.comm import waits
 from nmoe.comm.standing import Standing, verdict
 from nmoe.comm.watcher import LOST, Watcher
+from nmoe.errors import PeerFault
 
 SIZE, TIMEOUT_S, MARGIN_S = 4, 2.0, 5.0
 
@@ -137,3 +142,23 @@ def test_last_of_the_ranks_is_the_one_that_hangs():
     )
     assert verdict([one._replace(still_s=9)], whole=False) == "", "who is last is not known"
     assert verdict([]) == "", "all have taken their leave"
+
+
+@pytest.mark.parametrize(("late", "least_s", "most_s"), [(1, 2.5, 4.0), (2, 0.1, 1.5)])
+def test_who_waits_for_others_is_blamed_only_when_the_watcher_had_its_time(late, least_s, most_s):
+    """Rank 1 stands in a collective, rank 2 does not; a layer's wait of 0.1 s for either."""
+    flag_P = np.array([7, 7, 7])
+    flag_P[late] = 6
+    watcher = SimpleNamespace(check=lambda: None)
+    alarm: Any = SimpleNamespace(watcher=watcher, gone=set, waits=lambda peer: peer == 1)
+    began = time.monotonic()
+    with pytest.raises(PeerFault, match=f"rank {late} is at 6"):
+        waits._await(
+            lambda: flag_P,
+            7,
+            ranks=range(3),
+            timeout_s=0.1,
+            alarm=alarm,
+            complain=lambda peer, seen, how: PeerFault(f"rank {peer} is at {seen} {how}"),
+        )
+    assert least_s < time.monotonic() - began < most_s
