@@ -111,6 +111,15 @@ def test_dry_run_plans_once_for_the_ranks_of_a_launcher(environment, monkeypatch
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("more", [["--dry-run"], []], ids=["plan", "start"])
+@pytest.mark.parametrize(
+    ("name", "value"), [("WORLD_SIZE", "two"), ("RANK", "7"), ("RANK", "-1"), ("SLURM_STEP_NUM_TASKS", "8(x2)")]
+)
+def test_what_no_launcher_says_of_a_rank_is_named(name, value, more, monkeypatch, capsys):
+    monkeypatch.setenv(name, value)
+    assert f"{name}={value} in the environment" in refused(capsys, train, QUICKSTART, *more)
+
+
 def test_folders_that_cannot_be_made_are_named_with_what_asked_for_them(tmp_path, run, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("dangling").symlink_to("nowhere")

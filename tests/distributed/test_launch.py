@@ -22,7 +22,7 @@ from nmoe.data.builtin import make_python_docs
 from nmoe.formats.metrics import open_store
 from nmoe.formats.runs import read_run
 from nmoe.train import evaluate, run
-from nmoe.train.slurm import first_host, slurm_environment
+from nmoe.train.environment import first_host, slurm_environment
 
 SOON_S = 12.0
 """A timeout of 1.5 s or, where steps take long, three of them, and 5 s to end; a collective would wait for half an hour."""

@@ -161,14 +161,12 @@ def _train(options: argparse.Namespace) -> int:
 
 def _dry_run(config: Config, *, nproc: int | None) -> int:
     """Of the ranks that a launcher started; the first of them prints."""
+    from nmoe.train.environment import slurm_environment, world_of
     from nmoe.train.plan import format_plan, make_plan
-    from nmoe.train.slurm import slurm_environment
 
-    started = os.environ | slurm_environment(os.environ)
-    if (ranks := int(started.get("WORLD_SIZE", 1))) > 1:
-        nproc = ranks
-    plan = make_plan(config, nproc=nproc)
-    if int(started.get("RANK", 0)) == 0:
+    rank, ranks, *_ = world_of(os.environ | slurm_environment(os.environ))
+    plan = make_plan(config, nproc=ranks if ranks > 1 else nproc)
+    if rank == 0:
         print(format_plan(plan, config=config))
     return 0
 

@@ -111,5 +111,6 @@ def _await(
         for peer in np.flatnonzero(flag_P < epoch).tolist():
             if ranks[peer] in gone:
                 raise complain(peer, int(flag_P[peer]), "of a process that has ended")
-            if waited_s > timeout_s + (_OTHERS_S if alarm and alarm.waits(peer) else 0.0):
-                raise complain(peer, int(flag_P[peer]), f"after {timeout_s:g} s")
+            limit_s = timeout_s + (_OTHERS_S if alarm and alarm.waits(peer) else 0.0)
+            if waited_s > limit_s:
+                raise complain(peer, int(flag_P[peer]), f"after {limit_s:g} s")

@@ -30,10 +30,9 @@ from nmoe.checkpoint.store import list_checkpoints
 from nmoe.comm.watcher import LOST
 from nmoe.config import Config
 from nmoe.errors import EnvironmentFault, line_of
-from nmoe.train.ranks import world_of
+from nmoe.train.environment import slurm_environment, world_of
 from nmoe.train.report import set_up_logging
 from nmoe.train.run import Outcome, train
-from nmoe.train.slurm import slurm_environment
 
 __all__ = ["End", "launch"]
 

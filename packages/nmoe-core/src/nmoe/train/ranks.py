@@ -29,8 +29,9 @@ from torch.distributed.rendezvous import rendezvous
 from nmoe.comm.watcher import PATIENCE_S, Watcher
 from nmoe.config import Config
 from nmoe.errors import ConfigError, NmoeError
+from nmoe.train.environment import world_of
 
-__all__ = ["Ranks", "join_ranks", "world_of"]
+__all__ = ["Ranks", "join_ranks"]
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -146,12 +147,6 @@ class Ranks:
             self.watcher.leave()
             dist.barrier()
             self.watcher.close()
-
-
-def world_of(environment: dict[str, str] | os._Environ[str]) -> tuple[int, int, int, int]:
-    """(rank, ranks, rank in the node, ranks of the node) as a launcher states them; (0, 1, 0, 1) without one."""
-    rank, size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
-    return rank, size, int(environment.get("LOCAL_RANK", rank)), int(environment.get("LOCAL_WORLD_SIZE", size))
 
 
 def join_ranks(config: Config, device: torch.device) -> Ranks:

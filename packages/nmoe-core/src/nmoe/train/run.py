@@ -24,12 +24,13 @@ from nmoe.model.generate import generate
 from nmoe.model.transformer import compute_dtype
 from nmoe.ops import registry
 from nmoe.train.ending import end_all, end_alone
+from nmoe.train.environment import world_of
 from nmoe.train.evaluate import HeldOut, byte_entropy, held_out_loss
 from nmoe.train.folder import RunFolder, open_folder
 from nmoe.train.health import WINDOW, is_spike
 from nmoe.train.loop import StepResult, train_step
 from nmoe.train.notes import AllNotes, Note
-from nmoe.train.ranks import Ranks, join_ranks, world_of
+from nmoe.train.ranks import Ranks, join_ranks
 from nmoe.train.record import Recorder
 from nmoe.train.report import ProgressBar, log_to_file
 from nmoe.train.sampler import Sampler, gpu_reader

@@ -27,8 +27,9 @@ from nmoe.pieces import Piece
 from nmoe.rdep.exchange import Exchange
 from nmoe.rdep.experts import Experts
 from nmoe.rdep.nodes import NodeExchange, exchange_of
+from nmoe.train.environment import world_of
 from nmoe.train.memory import Memory, plan_memory
-from nmoe.train.ranks import Ranks, world_of
+from nmoe.train.ranks import Ranks
 from nmoe.train.shard import shard
 from nmoe.train.stopwatch import Stopwatch
 from nmoe.train.throughput import host_memory_bytes

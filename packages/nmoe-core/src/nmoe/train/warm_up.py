@@ -28,7 +28,8 @@ from nmoe.config.schema import Checkpoint, Data, Metrics, Optim, Run, Schedule, 
 from nmoe.config.text import to_toml
 from nmoe.errors import EnvironmentFault
 from nmoe.ops._cute.folder import kernel_folder
-from nmoe.train.ranks import Ranks, world_of
+from nmoe.train.environment import world_of
+from nmoe.train.ranks import Ranks
 
 __all__ = ["CHIPS", "Listed", "checksum", "warm_up", "warm_up_ranks"]
 

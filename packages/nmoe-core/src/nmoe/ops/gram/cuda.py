@@ -3,7 +3,8 @@
 
 Compute bound. A cluster's square has 256 rows: of matrices with 1024, 10 of 16 squares are computed, with 2048, 36 of 64. Smaller
 matrices, and those whose rows are no multiple of 16 bytes (which the tensor memory accelerator cannot address), are left to
-cuBLAS. Tiles and limit are chosen by reasoning; no GPU has run them yet.
+cuBLAS. Tiles and limit are chosen by reasoning. On an H200 five Newton-Schulz steps of 64 and 128 matrices of 1408 x 2048 take 0.77 and
+0.80 of cuBLAS's time, of one of 4096 x 4096 0.84, of one with 2048 rows as much as cuBLAS (commit d2bcafb); no B200 has run it.
 """
 
 import torch
