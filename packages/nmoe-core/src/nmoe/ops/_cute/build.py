@@ -81,9 +81,11 @@ def _timed(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _set_up() -> None:
-    """Keep compiled kernels, quack's own too, in this project's folder, and time their compilation; once, on import."""
-    if quack_cache.CACHE_DIR is None:
-        quack_cache.CACHE_DIR = str(kernel_folder())
+    """Keep compiled kernels, quack's own too, in this project's folder, and time their compilation; once, on import.
+
+    quack's own variables do not move or end that: its folder knows no chips, and the warm-up keeps its lists beside the kernels.
+    """
+    quack_cache.CACHE_ENABLED, quack_cache.CACHE_DIR = True, str(kernel_folder())
     quack_cache.EXTRA_SOURCE_DIRS.extend(_PACKAGE / name for name in _SOURCES)
     for module in (quack.gemm, quack.gemm_runtime.host, quack.gemm_symmetric):
         module.compile_gemm_kernel = _timed(module.compile_gemm_kernel)

@@ -22,9 +22,9 @@ from nmoe.errors import EnvironmentFault
 from nmoe.ops._cute.build import enter_context
 from nmoe.ops._cute.folder import attention_folder
 
-# Read when flash-attn-4 is imported: compiled kernels lie on disk beside this project's own.
-os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(attention_folder()))
+# Read when flash-attn-4 is imported: compiled kernels lie on disk beside this project's own, whose warm-up looks for them there.
+os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"
+os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] = str(attention_folder())
 
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
