@@ -17,10 +17,14 @@ from torch import Tensor
 
 from nmoe.comm.communicator import Communicator, Symmetric
 from nmoe.comm.ipc import Ipc
+from nmoe.comm.local import Local
 from nmoe.comm.nvshmem import Nvshmem
+from nmoe.ops.wire import WIRES
+from nmoe.rdep.dispatch import dispatch, opened
 from nmoe.rdep.exchange import Exchange
 from nmoe.rdep.many_ranks import ExpertsAcross
 from nmoe.rdep.one_rank import ExpertsHere
+from nmoe.rdep.plan import make_plan
 
 DELAYED = int(os.environ.get("NMOE_STRESS_LAYERS", "200")) // 2
 """Pairs of layers in the check of delays."""
@@ -75,16 +79,32 @@ class Problem:
             out = out.index_add(0, row, gate[row, k].unsqueeze(1) * y)
         return dict(zip(NAMES, (out.detach(), *torch.autograd.grad(out, leaves, self.dout.double())), strict=True))
 
-    def exchange(self, comm: Communicator, *, capacity: float = 2.0, timeout_s: float = 60.0) -> Exchange:
+    def quantise(self, wire: str) -> None:
+        """From now on its rows are those that their owners see: sent once by a rank to itself."""
+        exchange = self.exchange(Local(torch.device("cuda")), wire=wire, tokens=len(self.x))
+        plan = make_plan(self.expert, exchange=exchange, layer=0)
+        packets, _ = dispatch(self.x, self.gate, self.expert, plan, exchange=exchange, layer=0)
+        self.x = opened(packets, plan, exchange=exchange, like=self.x)[: len(self.x)]
+
+    def exchange(
+        self,
+        comm: Communicator,
+        *,
+        capacity: float = 2.0,
+        timeout_s: float = 60.0,
+        wire: str = "",
+        tokens: int | None = None,
+    ) -> Exchange:
         return Exchange(
             comm,
-            tokens=max(self.tokens_P),
+            tokens=max(self.tokens_P) if tokens is None else tokens,
             hidden_size=self.width,
             num_experts=self.experts,
             top_k=self.top_k,
             dtype=torch.bfloat16,
             capacity=capacity,
             timeout_s=timeout_s,
+            wire=WIRES[wire] if wire else None,
         )
 
     def leaves(self, comm: Communicator) -> list[Tensor]:
@@ -115,13 +135,17 @@ def poison() -> None:
     torch.cuda.synchronize()
 
 
-LAYERS: list[tuple[list[int], dict[str, Any], dict[str, float]]] = [
+Case = tuple[list[int], dict[str, Any], dict[str, Any]]
+"""Tokens of each rank; the rest of its `Problem`; settings of its exchange."""
+LAYERS: list[Case] = [
     ([300, 217], {"width": 256, "hidden": 128, "experts": 8, "top_k": 3}, {}),
     ([0, 129], {"width": 64, "hidden": 64, "experts": 4, "top_k": 1}, {}),
     ([333, 100], {"width": 512, "hidden": 96, "experts": 8, "top_k": 4, "skew": "one expert"}, {}),
     ([256, 77], {"width": 256, "hidden": 128, "experts": 16, "top_k": 2, "skew": "one rank"}, {}),
     ([400, 350], {"width": 2048, "hidden": 256, "experts": 16, "top_k": 6}, {"capacity": 0.5}),
     ([31, 64], {"width": 7168, "hidden": 128, "experts": 32, "top_k": 8}, {}),
+    ([300, 217], {"width": 512, "hidden": 128, "experts": 8, "top_k": 3}, {"wire": "mxfp8"}),
+    ([300, 217], {"width": 512, "hidden": 128, "experts": 8, "top_k": 3}, {"wire": "nvfp4"}),
 ]
 
 
@@ -189,16 +213,22 @@ def check_puts(group: dist.ProcessGroup) -> None:
     comm.close()
 
 
-def equals_one_rank(comm: Communicator, case: tuple[list[int], dict[str, Any], dict[str, float]]) -> None:
-    """Output and every gradient are as near to fp64 as those of one rank with all experts; two runs are bit-equal."""
+def equals_one_rank(comm: Communicator, case: Case) -> None:
+    """Output and every gradient are as near to fp64 as those of one rank with all experts; two runs are bit-equal.
+
+    Rows that travel in few bits are compared with a rank that computes with what arrives.
+    """
     tokens_P, shape, settings = case
     problem = Problem(tokens_P, **shape)
     exchange = problem.exchange(comm, **settings)
     assert exchange.has_far == (comm.node_size < comm.size)
-    truth, plain = problem.truth(), problem.one_rank()
     own, share = problem.rows(comm.rank), problem.experts // comm.size
     held = slice(comm.rank * share, (comm.rank + 1) * share)
     leaves = problem.leaves(comm)
+    if "wire" in settings:
+        problem.quantise(settings["wire"])
+        assert not torch.equal(problem.x[own], leaves[0])
+    truth, plain = problem.truth(), problem.one_rank()
     comm.barrier()
     runs = []
     for keep in (True, True, False):
