@@ -4,6 +4,7 @@
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from nmoe.config import Config, parse_config
+from nmoe.data.packing import pack_rows
 from nmoe.model.attention import Cache
 from nmoe.model.block import Block
 from nmoe.model.generate import choose, generate
@@ -197,9 +199,25 @@ def test_loss_is_that_of_the_logits():
 
 def test_further_tokens_are_those_of_the_document():
     targets = torch.tensor([[11, 12, 13, IGNORED, 21, IGNORED, 31, 32]])
-    once = following(targets)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1]])
+    once = following(targets, positions)
     assert once.tolist() == [[12, 13, IGNORED, IGNORED, IGNORED, IGNORED, 32, IGNORED]]
-    assert following(once).tolist() == [[13, *[IGNORED] * 7]]
+    assert following(once, positions).tolist() == [[13, *[IGNORED] * 7]]
+
+
+def test_further_tokens_of_a_row_as_the_trainer_packs_it_are_those_of_its_documents():
+    model = _model("model.mtp_depth=2")
+    eos = 60
+    texts = [[eos, *_tokens(length, seed=length).clamp(max=eos - 1).tolist(), eos] for length in (5, 1, 3)]
+
+    def run(row: list[int]) -> ModelOutput:
+        packed = pack_rows([np.array(row)], seq_len=len(row) - 1, eos_id=eos)
+        arrays = {f.name: torch.from_numpy(getattr(packed, f.name)) for f in fields(packed)}
+        return model(arrays.pop("tokens_BT"), **arrays)
+
+    together, alone = run([token for text in texts for token in text[:-1]] + [eos]), [run(text) for text in texts]
+    for name in ("loss_sum", "mtp_loss"):
+        torch.testing.assert_close(getattr(together, name), sum(getattr(one, name) for one in alone))
 
 
 def test_further_tokens_change_the_gradient_by_their_weight_and_not_the_loss():

@@ -46,10 +46,17 @@ class Depth(nn.Module):
         return self.norm(x_TD), aux_loss, load_E
 
 
-def following(targets_BT: Tensor) -> Tensor:
-    """Targets one token further on: IGNORED where the document, or the row, ends before."""
+def following(targets_BT: Tensor, positions_BT: Tensor) -> Tensor:
+    """Targets one token further on: IGNORED where the document, or the row, ends before.
+
+    Args:
+        targets_BT: int64: the next token, or what this made of it, or IGNORED.
+        positions_BT: int64: place of each token in its document. The last target of a document may be a token (its end of
+            text), so that targets alone do not tell where the next document begins.
+    """
     further_BT = torch.full_like(targets_BT, IGNORED)
-    further_BT[:, :-1] = torch.where(targets_BT[:, :-1] == IGNORED, IGNORED, targets_BT[:, 1:])
+    ends_BT = (targets_BT[:, :-1] == IGNORED) | (positions_BT[:, 1:] == 0)
+    further_BT[:, :-1] = targets_BT[:, 1:].masked_fill(ends_BT, IGNORED)
     return further_BT
 
 

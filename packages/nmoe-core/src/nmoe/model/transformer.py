@@ -173,7 +173,7 @@ class Transformer(nn.Module):
         loss_sum, z_loss = linear_cross_entropy(self._read(x_TD), self.head_weight, target_T, z_loss=z_weight)
         mtp_loss = torch.zeros_like(loss_sum)
         if self.mtp:
-            mtp_loss, mtp_aux, mtp_stats = self._further(x_TD, targets_BT, at)
+            mtp_loss, mtp_aux, mtp_stats = self._further(x_TD, targets_BT, positions_BT, at)
             loss_sum = loss_sum + self.mtp_weight * (mtp_loss - mtp_loss.detach())  # its gradient, not its value
             aux_loss, stats = aux_loss + mtp_aux, stats + mtp_stats
         return ModelOutput(
@@ -188,7 +188,7 @@ class Transformer(nn.Module):
         )
 
     def _further(
-        self, x_TD: Tensor, targets_BT: Tensor, at: Positions
+        self, x_TD: Tensor, targets_BT: Tensor, positions_BT: Tensor, at: Positions
     ) -> tuple[Tensor, Tensor, tuple[RouterStats, ...]]:
         """Cross entropy of the tokens after the next, averaged over depths; the routers' losses, summed; their loads."""
         loss = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=x_TD.device)
@@ -200,7 +200,7 @@ class Transformer(nn.Module):
             embedded_TD = self._embedded(token_T.clamp(min=0))
             embedded_TD = embedded_TD.masked_fill((token_T == IGNORED).unsqueeze(1), 0)
             x_TD, aux_loss, load_E = depth(x_TD, embedded_TD, at)
-            targets_BT = following(targets_BT)
+            targets_BT = following(targets_BT, positions_BT)
             nll, _ = linear_cross_entropy(self._read(x_TD), self.head_weight, targets_BT.flatten())
             loss = loss + nll / len(self.mtp)
             if load_E is not None:
