@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training on two GPUs that share the experts against training on one: the same loss, as far as bf16 goes."""
+"""Training on two GPUs that share the experts: the loss of one GPU, as far as bf16 goes; and after a kill the same bits."""
 
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from commands import figures
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
 
@@ -38,3 +43,39 @@ def test_loss_does_not_depend_on_how_gpus_share_a_model():
         batch = ("train.dtype=bf16", "train.batch_size=8", f"train.micro_batch_size={rows}")
         found[name] = loss_after(6, *batch, *layout, ranks=ranks)
     assert all(loss == pytest.approx(found["one"], rel=2e-3) for loss in found.values()), found
+
+
+def trained(folder: Path, *, killed_at: int | None = None) -> Path:
+    """The folder of a run of 24 steps, whose second rank is killed when that step has been logged."""
+    settings = {
+        "train.dtype": "bf16",
+        "parallel.ep": 2,
+        "train.micro_batch_size": 2,
+        "train.steps": 24,
+        "train.eval_every": 12,
+        "checkpoint.every": 5,
+        "schedule.warmup_steps": 4,
+        "schedule.decay_steps": 8,
+    }
+    code = "import sys; from nmoe.commands import train; sys.exit(train())"
+    command = [sys.executable, "-c", code, str(ROOT / "configs" / "quickstart.toml"), "--nproc", "2"]
+    command += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    folder.mkdir()
+    log = folder / "stderr"
+    with log.open("w") as file, subprocess.Popen(command, cwd=folder, stdout=file, stderr=file) as process:
+        until = time.monotonic() + 200
+        while killed_at is not None and not re.search(rf"^step +{killed_at}/", log.read_text(), re.MULTILINE):
+            assert process.poll() is None, log.read_text()[-6000:]
+            assert time.monotonic() < until, log.read_text()[-6000:]
+            time.sleep(0.01)
+        if killed_at is not None:
+            ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            os.kill(int(ranks[1]), signal.SIGKILL)
+        assert process.wait(300) == 0, log.read_text()[-6000:]
+    assert ("starting again" in log.read_text()) == (killed_at is not None)
+    return folder / "runs" / "quickstart"
+
+
+def test_a_killed_run_goes_on_with_the_same_bits(tmp_path):
+    """From the checkpoint of step 10, by the command itself: every figure is that of a run that nobody disturbed."""
+    assert figures(trained(tmp_path / "killed", killed_at=13)) == figures(trained(tmp_path / "whole"))
