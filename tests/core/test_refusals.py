@@ -6,7 +6,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -184,18 +183,28 @@ def test_list_goes_on_after_a_path_that_is_none(run, tmp_path, capsys):
         assert expected in refused(capsys, generate, run, *options)
 
 
-def test_interrupt_while_modules_load_is_one_line():
+@pytest.mark.parametrize(
+    ("command", "ends", "says"),
+    [
+        (["nmoe-train", QUICKSTART], 130, "stopped before the run began"),
+        (["nmoe-checkpoint", "ls", "none"], 130, "stopped"),
+        (["hydra-judge", "--help"], 1, "error: interrupted before anything was done"),
+        (["nviz", "export", "none"], 130, "stopped"),
+    ],
+)
+def test_interrupt_while_modules_load_is_one_line(command, ends, says):
     process = subprocess.Popen(
-        [sys.executable, "-X", "importtime", BIN / "nmoe-train", QUICKSTART], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-X", "importtime", BIN / command[0], *command[1:]], stderr=subprocess.PIPE, text=True
     )
     assert process.stderr
-    while "nmoe.words" not in process.stderr.readline():  # the entry is loaded, the command is not
+    while not process.stderr.readline().rstrip().endswith("nmoe.commands"):
         pass
-    time.sleep(0.1)
+    for _ in range(5):  # it begins to load the command
+        assert process.stderr.readline()
     process.send_signal(signal.SIGINT)
     rest = process.stderr.read().splitlines()
-    assert process.wait() == 130
-    assert [line for line in rest if not line.startswith("import time:")] == ["stopped before the run began"]
+    assert process.wait() == ends
+    assert [line for line in rest if not line.startswith("import time:")] == [says]
 
 
 @pytest.mark.parametrize("command", ["train", "checkpoint"])

@@ -5,13 +5,11 @@ import json
 import resource
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import click
 import pytest
 
-from hydra_judge.__main__ import main
 from hydra_judge.backends.openai import make_client
 from hydra_judge.budget import load_price
 from hydra_judge.calibrate import read_pairs
@@ -66,19 +64,6 @@ def test_a_key_that_cannot_stand_in_a_header_is_refused_and_not_shown(key):
     with pytest.raises(ConfigError, match="user name or password") as refused:
         make_client("http://u:planted@h h/v1", api_key=None, timeout=1.0, connections=1)
     assert "plan" not in str(refused.value)
-
-
-def test_ctrl_c_while_packages_are_imported_is_one_line(monkeypatch, capsys):
-    class Interrupted:
-        def find_spec(self, name: str, *_: object) -> None:
-            if name == "hydra_judge.cli":
-                raise KeyboardInterrupt
-
-    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
-    monkeypatch.delitem(sys.modules, "hydra_judge.cli")
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert (ended.value.code, capsys.readouterr().err) == (1, "error: interrupted before anything was done\n")
 
 
 RUBRIC = {"name": "r", "sha256": "0" * 64, "low": 0, "high": 5}

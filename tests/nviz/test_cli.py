@@ -38,7 +38,7 @@ def test_command_serves_the_same_as_streamlit_run(tmp_path: Path):
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     process = subprocess.Popen(
-        [sys.executable, "-m", "nviz.cli", "--runs", str(tmp_path), "--port", str(port)],
+        [sys.executable, "-m", "nviz", "--runs", str(tmp_path), "--port", str(port)],
         cwd=tmp_path, stdout=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     try:

@@ -3,18 +3,15 @@
 
 import sys
 
+from nmoe.commands import enter
+
 __all__ = ["main"]
 
 
-def main() -> None:
+def main() -> int | None:
     """Runs the command line."""
-    try:
-        from hydra_judge.cli import main as run
-    except KeyboardInterrupt:
-        sys.stderr.write("error: interrupted before anything was done\n")
-        sys.exit(1)
-    run()
+    return enter("hydra_judge.cli", "main", stopped="error: interrupted before anything was done", status=1)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`nmoe-train` and `nmoe-prep`: arguments in, exit status out.
 
-`nmoe.commands` says what each status means. PyTorch is imported only when a run begins, so that help, checks of a config
+`nmoe.status` says what each status means. PyTorch is imported only when a run begins, so that help, checks of a config
 and `--dry-run` answer at once, also where it is not installed.
 """
 
@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import nmoe
-from nmoe.commands import exit_status
 from nmoe.config import Config, load_config
 from nmoe.data.builtin import make_python_docs
 from nmoe.data.imports import DTYPES, find_token_files, import_tokens
 from nmoe.data.prep import PrepSummary, find_inputs, prepare
 from nmoe.errors import ConfigError, EnvironmentFault, line_of
 from nmoe.formats.tokenizers import load_tokenizer
+from nmoe.status import exit_status
 from nmoe.words import MOST_INT
 
 if TYPE_CHECKING:

@@ -1,57 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where every command of nmoe-core begins and ends: entry points, and one meaning of every exit status.
+"""Where every command begins: Ctrl-C is one line from the first moment on, though the rest takes 0.1 to 3 s to load.
 
-An error that the user can mend is one line and exit status 2 (a file system that refuses is one), failed work is 1, a
-command that a signal stopped, or whose output nobody reads any more, is 128 plus the signal's number, as a shell says it.
-Nothing but this file is imported before an interrupt is understood: the rest takes a second or more to load.
+Only what Python has loaded by itself is imported before an interrupt is understood. What comes before this file, the start of
+the interpreter (some 15 ms), is out of reach of a program that is written in Python.
 """
 
-import importlib
-import os
-import signal
 import sys
-from argparse import Namespace
-from collections.abc import Callable
-from pathlib import Path
 
-from nmoe.errors import ConfigError, NmoeError, line_of
+try:
+    import os
+    import signal
+    from importlib import import_module
+except KeyboardInterrupt:
+    sys.stderr.write("stopped\n")
+    raise SystemExit(130) from None
 
-__all__ = ["exit_status"]
+__all__ = ["close_stdout", "enter"]
 
 
-def exit_status(
-    work: Callable[[Namespace], int], options: Namespace, *, place: Path | None = None, stopped: str = "stopped"
-) -> int:
-    """Runs `work` on the options of a command; turns what the user can mend into one line and status 2.
+def enter(module: str, name: str, *, stopped: str = "stopped", status: int = 130) -> int | None:
+    """Loads a command and runs it; the end of a program, since Ctrl-C is not what it was afterwards.
+
+    While modules load, an interrupt ends the process where it is. An exception would meet code that is not made for it:
+    it is printed and forgotten in a callback, or comes out of an extension as something else.
 
     Args:
-        work: what the command does; its result is the status.
-        options: from `argparse`; text that is no text is refused.
-        place: where the command writes, for errors that name no file.
-        stopped: the line after an interrupt.
+        module: where the command is.
+        name: its function, without arguments.
+        stopped: the line after an interrupt that the command did not take itself.
+        status: the exit status then.
     """
+
+    def end(*_: object) -> None:
+        os.write(2, f"{stopped}\n".encode())
+        os._exit(status)
+
+    heeds = (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )  # what a shell runs in the background does not
     try:
-        _refuse_broken_text(options)
-        status = work(options)
-        place = None  # what fails from here on is stdout
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:  # whoever read the output, such as `head`, has seen enough
-        _close_stdout()
+        if heeds:
+            signal.signal(signal.SIGINT, end)
+        run = getattr(import_module(module), name)
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  a terminal may lack characters
+        if heeds:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            return run()
+        finally:
+            sys.stdout.flush()  # argparse ends the process after `--help`
+    except BrokenPipeError:
+        close_stdout()
         return 128 + signal.SIGPIPE
-    except (NmoeError, OSError) as error:
-        line = line_of(error, place=place)
-        if line is None:
-            raise
-        _close_stdout()
-        sys.stderr.write(f"error: {line}\n")
-        return 2
-    except KeyboardInterrupt:  # a run that trains stops with a checkpoint instead
+    except KeyboardInterrupt:
         sys.stderr.write(f"{stopped}\n")
-        return 128 + signal.SIGINT
+        return status
+    finally:
+        if heeds:  # while the interpreter ends nobody is left to take the exception
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _close_stdout() -> None:
+def close_stdout() -> None:
     """Sends what is left in stdout's buffer, or, where that cannot be, to nowhere: the interpreter would try again."""
     try:
         sys.stdout.flush()
@@ -59,61 +68,31 @@ def _close_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _refuse_broken_text(options: Namespace) -> None:
-    """Raises for an argument that is not UTF-8: it could be neither stored nor printed."""
-    for value in vars(options).values():
-        for text in map(str, value if isinstance(value, list) else [value]):
-            if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-                shown = os.fsencode(text) if _from_bytes(text) else text
-                raise ConfigError(f"argument {shown!r}: not UTF-8 text; write it, or rename the file, in UTF-8")
-
-
-def _from_bytes(text: str) -> bool:
-    """Whether the broken characters of a text stand for bytes, as Python reads them from a command line."""
-    return not any("\ud800" <= character <= "\udfff" and not "\udc80" <= character <= "\udcff" for character in text)
-
-
-def _command(module: str, name: str, *, stopped: str = "stopped") -> int:
-    """Loads a command and runs it."""
-    try:
-        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  a terminal may lack characters
-        try:
-            return getattr(importlib.import_module(module), name)()
-        finally:
-            sys.stdout.flush()  # argparse ends the process after `--help`
-    except BrokenPipeError:
-        _close_stdout()
-        return 128 + signal.SIGPIPE
-    except KeyboardInterrupt:  # while modules load
-        sys.stderr.write(f"{stopped}\n")
-        return 128 + signal.SIGINT
-
-
-def train() -> int:
+def train() -> int | None:
     """`nmoe-train`."""
-    return _command("nmoe.cli", "train", stopped="stopped before the run began")
+    return enter("nmoe.cli", "train", stopped="stopped before the run began")
 
 
-def prep() -> int:
+def prep() -> int | None:
     """`nmoe-prep`."""
-    return _command("nmoe.cli", "prep")
+    return enter("nmoe.cli", "prep")
 
 
-def convert() -> int:
+def convert() -> int | None:
     """`nmoe-convert`."""
-    return _command("nmoe.convert", "main")
+    return enter("nmoe.convert", "main")
 
 
-def checkpoint() -> int:
+def checkpoint() -> int | None:
     """`nmoe-checkpoint`."""
-    return _command("nmoe.checkpoint.cli", "main")
+    return enter("nmoe.checkpoint.cli", "main")
 
 
-def generate() -> int:
+def generate() -> int | None:
     """`nmoe-generate`."""
-    return _command("nmoe.sample", "main")
+    return enter("nmoe.sample", "main")
 
 
-def doctor() -> int:
+def doctor() -> int | None:
     """`nmoe-doctor`."""
-    return _command("nmoe.doctor", "main")
+    return enter("nmoe.doctor", "main")

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 
 import nmoe
 from nmoe.checkpoint.store import CheckpointInfo, commit, find_checkpoint, verify
-from nmoe.commands import exit_status
 from nmoe.config import Config, config_from_tables
 from nmoe.config.text import format_value
 from nmoe.errors import CheckpointError, DataError, EnvironmentFault
 from nmoe.formats.files import new_folder
 from nmoe.formats.tokenizers import load_tokenizer
+from nmoe.status import exit_status
 
 if TYPE_CHECKING:
     import torch

@@ -19,9 +19,9 @@ from typing import Any, Literal
 import nmoe
 from nmoe.arch import Arch, arch_of
 from nmoe.comm import probe
-from nmoe.commands import exit_status
 from nmoe.config import Config, load_config
 from nmoe.errors import ConfigError, EnvironmentFault
+from nmoe.status import exit_status
 from nmoe.words import size
 
 __all__ = ["Demand", "Finding", "demand_of", "doctor_parser", "examine", "main"]

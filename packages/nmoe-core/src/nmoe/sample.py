@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 import nmoe
 from nmoe import arch
 from nmoe.checkpoint.store import find_checkpoint
-from nmoe.commands import exit_status
 from nmoe.config import Config, config_from_tables
 from nmoe.errors import ConfigError, DataError, EnvironmentFault
 from nmoe.formats.shards import open_shards
 from nmoe.formats.tokenizers import Tokenizer, load_tokenizer
+from nmoe.status import exit_status
 from nmoe.words import MOST_INT
 
 if TYPE_CHECKING:

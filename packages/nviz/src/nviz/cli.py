@@ -30,8 +30,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except NmoeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 0
 
 
 def _serve(words: list[str]) -> NoReturn:
@@ -53,7 +51,7 @@ def _serve(words: list[str]) -> NoReturn:
     flags = [word for root in chosen.runs for word in ("--runs", str(root))]
     flags += [word for root in chosen.data for word in ("--data", str(root))]
     flags += ["--alerts", str(chosen.alerts)] if chosen.alerts else []
-    command = [sys.executable, "-m", "streamlit", "run", str(SCRIPT), "--server.port", str(parsed.port), "--", *flags]
+    command = [sys.executable, "-m", "nviz.server", "run", str(SCRIPT), "--server.port", str(parsed.port), "--", *flags]
     os.execv(command[0], command)  # noqa: S606 - no process between, so that a signal to the command ends the server
 
 
@@ -86,7 +84,3 @@ def _export(words: list[str]) -> int:
         raise SettingsError(f"{output}: cannot be written ({error.strerror})") from None
     print(output)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

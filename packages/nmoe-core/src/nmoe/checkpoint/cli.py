@@ -19,8 +19,8 @@ from pathlib import Path
 
 import nmoe
 from nmoe.checkpoint.store import MANIFEST, CheckpointInfo, find_checkpoint, list_folders, read_checkpoint, verify
-from nmoe.commands import exit_status
 from nmoe.errors import CheckpointError, EnvironmentFault
+from nmoe.status import exit_status
 from nmoe.words import size
 
 __all__ = ["checkpoint_parser", "main"]
