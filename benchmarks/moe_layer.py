@@ -264,7 +264,8 @@ def plot(rows: list[dict], path: Path) -> None:
 
 
 def _shape(row: dict) -> str:
-    return "T={T} D={D} F={F}\nE={E} K={K} zipf={zipf}".format(**row)
+    popular = f"\nZipf({float(row['zipf']):g})" if float(row["zipf"]) else ""
+    return "T={T}\nD={D} F={F}\nE={E} K={K}".format(**row) + popular
 
 
 def main() -> None:
