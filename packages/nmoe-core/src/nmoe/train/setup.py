@@ -111,6 +111,7 @@ def choose_device(config: Config) -> torch.device:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # one of two settings with repeatable sums
     device = _own_device()
     arch.decide(config.train.dtype)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # sums over several blocks stay in fp32
     torch.use_deterministic_algorithms(True)
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return device
