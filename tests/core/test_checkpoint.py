@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: complete or absent wherever the writer dies, damage refused by name, the last complete one never deleted."""
 
+import errno
 import json
 import os
 import shutil
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from nmoe.checkpoint import save
 from nmoe.checkpoint.load import load_tensors
 from nmoe.checkpoint.save import CheckpointWriter
 from nmoe.checkpoint.store import (
@@ -223,6 +226,20 @@ def test_a_folder_that_cannot_be_written_costs_a_checkpoint_and_not_the_run(tmp_
     writer.wait()
     assert writer.failures == 1
     assert_good(find_checkpoint(tmp_path / "step-00000040"))
+
+
+def test_a_disk_that_fails_when_files_are_read_back_costs_a_checkpoint_and_not_the_run(tmp_path, monkeypatch):
+    writer = write(tmp_path, 10)
+
+    def fail(paths: Sequence[Path]) -> dict:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(paths[0]))
+
+    monkeypatch.setattr(save, "describe", fail)
+    writer.save(20, tensors=tensors(20.0), state={})
+    writer.wait()
+    assert writer.failures == 1
+    assert "__0_0.distcp: cannot write: Input/output error" in writer.last_error
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
 
 
 def test_a_defect_of_the_writer_reaches_the_training_thread(tmp_path):

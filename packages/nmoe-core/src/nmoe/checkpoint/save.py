@@ -139,11 +139,14 @@ class CheckpointWriter:
         name = f"step-{step:08d}"
         building = self._directory / f".{name}.tmp"
         began = time.perf_counter()
+        mine: dict[str, tuple[int, str]] = {}
         error = self._everywhere(lambda: self._begin(building))
         if not error:
             error = self._everywhere(lambda: write_tensors(building, self._staged, group=self._group))
+        if not error:  # each rank flushes and hashes its own files
+            error = self._everywhere(lambda: mine.update(describe(sorted(building.glob(f"__{self._rank}_*")))))
         if not error:
-            described = self._describe(building)
+            described = self._of_all(mine)
             error = self._everywhere(lambda: self._complete(building, name, step, state, described))
         if error:
             self.failures += 1
@@ -186,21 +189,12 @@ class CheckpointWriter:
             shutil.rmtree(building, ignore_errors=True)
             building.mkdir()
 
-    def _describe(self, building: Path) -> dict[str, tuple[int, str]]:
-        """Size and SHA-256 of the files of all ranks, by name; each rank flushes and hashes its own."""
-        mine: dict[str, tuple[int, str]] | str
-        try:
-            mine = describe(sorted(building.glob(f"__{self._rank}_*")))
-        except OSError as error:
-            mine = line_of(error, place=self._directory) or str(error)
+    def _of_all(self, mine: dict[str, tuple[int, str]]) -> dict[str, tuple[int, str]]:
+        """Size and SHA-256 of the files of all ranks, by name."""
         if self._group is None:
-            everyone = [mine]
-        else:
-            everyone: list[Any] = [None] * dist.get_world_size(self._group)
-            dist.all_gather_object(everyone, mine, group=self._group)
-        for found in everyone:
-            if isinstance(found, str):
-                raise CheckpointError(found)
+            return mine
+        everyone: list[dict[str, tuple[int, str]]] = [{}] * dist.get_world_size(self._group)
+        dist.all_gather_object(everyone, mine, group=self._group)
         return {name: entry for found in everyone for name, entry in found.items()}
 
     def _complete(self, building: Path, name: str, step: int, state: Any, described: Any) -> None:
