@@ -18,12 +18,13 @@ from torch.utils import deterministic
 from nmoe import cli
 from nmoe.checkpoint.load import load_weights
 from nmoe.checkpoint.store import find_checkpoint, list_checkpoints
-from nmoe.config import load_config
+from nmoe.config import load_config, parse_config
 from nmoe.formats.metrics import CATALOGUE, open_store
 from nmoe.formats.order import Rows
 from nmoe.formats.runs import RunLock, read_run
 from nmoe.formats.shards import ShardSet, open_shards
 from nmoe.model.transformer import Transformer
+from nmoe.train.folder import RunFolder, open_folder
 
 Train = Callable[..., int]
 STEADY = ("schedule.warmup_steps=1", "schedule.decay_steps=0")
@@ -287,6 +288,25 @@ def test_run_of_another_process_is_left_alone(finished, nmoe_train, capfd):
         "error: runs/other: another process is training there; wait for it, stop it, or choose another run.name\n"
     )
     assert (run / "run.json").read_text() == record
+
+
+def test_run_named_like_a_later_folder_of_another_is_no_folder_of_that_one(tmp_path, tiny_text):
+    def opened(name: str, *, seed: int) -> RunFolder:
+        overrides = [f"run.root={tmp_path}", f"run.name={name}", f"run.seed={seed}"]
+        return open_folder(parse_config(tiny_text, where="tiny", name="tiny", overrides=overrides), fresh=False)
+
+    other, mine = opened("a-2", seed=1), opened("a", seed=2)
+    assert (other.path.name, mine.path.name) == ("a-2", "a"), "a neither waits for a-2 nor goes on with it"
+    for folder in (other, mine):
+        folder.release()
+    again = opened("a", seed=2)
+    assert (again.path, again.resumed) == (mine.path, True)
+    again.finish("finished", step=3)
+    again.release()
+    third = opened("a", seed=2)
+    assert third.path.name == "a-3", "a-2 is taken"
+    third.release()
+    assert opened("a", seed=2).path == third.path
 
 
 def test_error_that_ends_a_run_is_recorded_in_one_line(tmp_path, nmoe_train):

@@ -8,7 +8,7 @@
 | unfinished | changed | an error that names the change; a new folder if there is no checkpoint to go on from |
 | any, with `--fresh` | any | a new folder |
 
-The first folder is `ROOT/NAME`, later ones `ROOT/NAME-2` and so on. Keys that only decide how long or how closely a run
+The first folder is `ROOT/NAME`, later ones `ROOT/NAME-2` and so on, unless another run is called so. Keys that only decide how long or how closely a run
 is watched (`nmoe.config.rules.FREE_KEYS`) may change.
 """
 
@@ -28,7 +28,7 @@ from nmoe.errors import ConfigError, DataError, line_of
 from nmoe.formats.files import in_turn, make_folder, replace_durably
 from nmoe.formats.runs import RUN_FILE, RunInfo, RunLock, RunRecord, read_run
 
-__all__ = ["RunFolder", "open_folder"]
+__all__ = ["RunFolder", "open_folder", "run_folders"]
 
 _log = logging.getLogger(__name__)
 
@@ -90,6 +90,7 @@ def open_folder(config: Config, *, fresh: bool) -> RunFolder:
         latest, lock, checkpoint = None if fresh else _latest(root, name), None, None
         if latest is not None and latest.status != "finished":
             lock = RunLock(latest.path)
+            undo.callback(lock.release)
             checkpoint = _newest(latest.path)
             changes = _changes(latest.path, config)
             if changes and checkpoint is None:
@@ -117,6 +118,11 @@ def open_folder(config: Config, *, fresh: bool) -> RunFolder:
     return RunFolder(path=path, record=record, checkpoint=checkpoint, resumed=resumed, lock=lock)
 
 
+def run_folders(root: Path, name: str) -> list[Path]:
+    """Folders of a run's name, oldest first: `name`, and those of `name-2`, `name-3`, ... that no other run is called."""
+    return [path for _, path in _numbered(root, name) if path.name == name or not _is_called(path, path.name)]
+
+
 def _numbered(root: Path, name: str) -> list[tuple[int, Path]]:
     """Folders `name`, `name-2`, `name-3`, ... that exist, by number."""
     pattern = re.compile(re.escape(name) + r"(?:-([1-9]\d*))?")
@@ -124,8 +130,17 @@ def _numbered(root: Path, name: str) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
+def _is_called(path: Path, name: str) -> bool:
+    """Whether `run.name` of the run in a folder is this."""
+    try:
+        section = read_run(path).config.get("run")
+    except DataError:
+        return False
+    return isinstance(section, dict) and section.get("name") == name
+
+
 def _latest(root: Path, name: str) -> RunInfo | None:
-    for _, path in reversed(_numbered(root, name)):
+    for path in reversed(run_folders(root, name)):
         if (path / RUN_FILE).exists():
             try:
                 return read_run(path)
@@ -136,7 +151,7 @@ def _latest(root: Path, name: str) -> RunInfo | None:
 
 def _new_path(root: Path, name: str) -> Path:
     taken = _numbered(root, name)
-    return root / (f"{name}-{taken[-1][0] + 1}" if taken else name)
+    return root / (f"{name}-{taken[-1][0] + 1}" if run_folders(root, name) else name)
 
 
 def _newest(path: Path) -> CheckpointInfo | None:

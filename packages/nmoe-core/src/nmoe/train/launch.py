@@ -31,6 +31,7 @@ from nmoe.comm.watcher import LOST
 from nmoe.config import Config
 from nmoe.errors import EnvironmentFault, line_of
 from nmoe.train.environment import slurm_environment, world_of
+from nmoe.train.folder import run_folders
 from nmoe.train.report import set_up_logging
 from nmoe.train.run import Outcome, train
 
@@ -107,7 +108,7 @@ def _launch_here(config: Config, size: int, *, nproc: int | None, restarts: int,
     importlib.import_module("torch._dynamo")  # here, once: a device mesh imports it, seconds in every rank
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its stories are told in one line below
     set_up_logging()
-    left, before = restarts, _newest(config)
+    left, before, folders = restarts, _newest(config), _folders(config)
     while True:
         with _pass_on_signals() as taken, tempfile.TemporaryDirectory(prefix="nmoe-") as words:
             try:
@@ -120,7 +121,7 @@ def _launch_here(config: Config, size: int, *, nproc: int | None, restarts: int,
         if taken or not lost or left == 0:
             return End(status=128 + taken[0]) if taken else end
         left -= 1
-        fresh = False  # whatever was begun goes on
+        fresh = fresh and _folders(config) == folders  # a new run that was begun goes on
         if not nproc:
             size = _ranks_here(None)
         _log.warning("%s: starting again with %d ranks (%d more times without a new checkpoint)", end.error, size, left)
@@ -142,11 +143,15 @@ def _launch_config(size: int, words: str) -> LaunchConfig:
     )
 
 
+def _folders(config: Config) -> list[Path]:
+    """Folders of the runs of this name."""
+    root = Path(config.run.root)
+    return run_folders(root, config.run.name) if root.is_dir() else []
+
+
 def _newest(config: Config) -> Path | None:
     """The newest checkpoint of any run of this name."""
-    found = [
-        p for run in Path(config.run.root).glob(f"{config.run.name}*") for p in list_checkpoints(run / "checkpoints")
-    ]
+    found = [path for run in _folders(config) for path in list_checkpoints(run / "checkpoints")]
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
