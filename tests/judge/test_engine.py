@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine on good and bad days: limits, outcomes, budgets, forms of answers, several servers, the Batch API."""
 
+import asyncio
 import json
 import re
 import signal
@@ -12,7 +13,10 @@ from pathlib import Path
 import pytest
 
 from hydra_judge.budget import Budget, BudgetError, Price
+from hydra_judge.cache import Cache
 from hydra_judge.limits import Backoff, Endpoint, TokenBucket
+from hydra_judge.verdict import Reply
+from nmoe.errors import EnvironmentFault
 
 ROOT = Path(__file__).parents[2]
 
@@ -125,6 +129,17 @@ def test_a_budget_counts_what_is_in_flight():
     budget.reserve(0)
     with pytest.raises(BudgetError, match="max-requests"):
         budget.reserve(0)
+
+
+def test_an_answer_that_cannot_be_kept_is_an_error_and_no_endless_wait(tmp_path):
+    path = tmp_path / "answers.sqlite"
+    cache = Cache(path)
+    for file in tmp_path.iterdir():
+        file.unlink()
+    path.mkdir()  # what the thread that writes opens is no file any more
+    with pytest.raises(EnvironmentFault, match="cannot keep answers"):
+        asyncio.run(asyncio.wait_for(cache.put(b"key", Reply(content="3"), model="m"), timeout=30))
+    cache.close()
 
 
 def test_a_bad_day_with_kills_and_an_outage_ends_like_a_calm_one():

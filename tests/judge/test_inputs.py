@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dirty corpora: every kind of dirt is set aside with path, line and reason, and everything else is scored."""
 
+import asyncio
 import gzip
 import json
 import random
@@ -12,6 +13,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+
+from hydra_judge.cache import Cache
+from hydra_judge.corpus import plan
+from hydra_judge.estimate import survey
+from hydra_judge.rubric import load_rubric
+from hydra_judge.score import Reading
+from hydra_judge.session import default_judge
 
 GOOD = json.dumps({"id": "good", "text": "A sentence that can be judged. [[score=4]]"}).encode()
 
@@ -91,6 +99,17 @@ def test_every_kind_of_dirt_is_quarantined_with_line_and_reason(tmp_path, serve,
     assert good == ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "f.parquet"]
     assert sum(1 for one in documents if one["source"] == "c.jsonl.zst") > 200
     assert all(one["outcome"] == "ok" for one in documents)
+
+    judge = default_judge(load_rubric("educational"), model="m", votes=1, temperature=None, options={})
+    ahead = survey(
+        plan([str(tmp_path / "in")]),
+        judge=judge,
+        cache=Cache(tmp_path / "none"),
+        reading=Reading(max_bytes=4000),
+        pilot=0,
+    )
+    told = asyncio.run(ahead)
+    assert (told.documents, told.quarantined) == (len(documents), sum(map(len, expected.values())) + 2)
 
 
 @pytest.mark.parametrize("body", [b"", b"\n\n", b'{"text": ""}\n'])

@@ -97,7 +97,9 @@ def test_p_yes_is_the_odds_of_yes_among_the_alternatives():
     odds = yes_odds(Reply(content="Yes", first_token=tokens))
     assert odds == pytest.approx(math.log(0.6 / 0.2))
     assert yes_verdict([math.log(3)], RUBRIC).score == pytest.approx(5 * 0.75)
-    for useless in ((), (("Hello", -0.1),)):
+    excluded = yes_odds(Reply(content="Yes", first_token=(("Yes", 0.0), ("No", -9999.0))))
+    assert excluded == pytest.approx(math.log(1e12)), "what a server excludes is as good as impossible, and a number"
+    for useless in ((), (("Hello", -0.1),), (("Yes", -0.1),), (("Yes", math.nan), ("No", math.nan))):
         assert isinstance(yes_odds(Reply(content="Yes", first_token=useless)), Fault)
 
 

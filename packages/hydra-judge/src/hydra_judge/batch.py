@@ -21,10 +21,10 @@ from hydra_judge.backends import ServerError
 from hydra_judge.backends.openai import read_completion
 from hydra_judge.budget import Budget, BudgetError
 from hydra_judge.cache import Cache
-from hydra_judge.corpus import Block, read_block
+from hydra_judge.corpus import Block
 from hydra_judge.engine import Request, StoppedError
 from hydra_judge.judge import Judge
-from hydra_judge.score import Reading
+from hydra_judge.score import Reading, read_items
 from hydra_judge.verdict import Reply
 from nmoe.errors import EnvironmentFault, FormatError
 from nmoe.formats.documents import Document
@@ -114,7 +114,9 @@ class BatchRun:
         seen: set[bytes] = set()
         chunk: list[Request] = []
         size = 0
-        for order, document in enumerate(_documents(blocks, reading)):
+        items = (item for _, _, item in read_items(enumerate(blocks), reading))
+        documents = (item for item in items if isinstance(item, Document))
+        for order, document in enumerate(documents):
             for request in await self._missing(document, order):
                 if request.key in seen:
                     continue
@@ -203,18 +205,6 @@ class BatchRun:
         self._budget.settle(reserved=min(reserved, self._budget.reserved), cost=spent)
         self._say(f"batch {name}: {batch.status}, {len(waits)} answers")
         return len(waits)
-
-
-def _documents(blocks: Sequence[Block], reading: Reading) -> Iterator[Document]:
-    left = reading.limit
-    for block in blocks:
-        for item in read_block(block, text_key=reading.text_key, id_key=reading.id_key, max_bytes=reading.max_bytes):
-            if isinstance(item, Document):
-                if left is not None:
-                    if left == 0:
-                        return
-                    left -= 1
-                yield item
 
 
 def _line(request: Request) -> bytes:

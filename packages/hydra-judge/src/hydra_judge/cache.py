@@ -29,6 +29,9 @@ CREATE TABLE IF NOT EXISTS answers (
 ) WITHOUT ROWID
 """
 
+_Job = tuple[bytes, str, str, asyncio.Future[None]]
+"""Key, model and answer, and who waits for them to be on disk."""
+
 
 def default_cache_path() -> Path:
     """$XDG_CACHE_HOME/hydra-judge/answers.sqlite, by default under ~/.cache."""
@@ -68,7 +71,7 @@ class Cache:
             raise DataError(f"{path}: not a usable cache ({error}); name another with --cache") from None
         except OSError as error:
             raise EnvironmentFault(f"{path}: cannot make the cache ({error.strerror})") from None
-        self._jobs: queue.SimpleQueue[tuple[bytes, str, str, asyncio.Future[None]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._writer: threading.Thread | None = None
 
     def _connect(self) -> sqlite3.Connection:
@@ -100,27 +103,25 @@ class Cache:
         await done
 
     def _write(self) -> None:
-        connection = self._connect()
-        while True:
+        connection: sqlite3.Connection | None = None
+        is_last = False
+        while not is_last:
             jobs = [self._jobs.get()]
             while not self._jobs.empty():
                 jobs.append(self._jobs.get())
             batch = [job for job in jobs if job is not None]
+            is_last = len(batch) < len(jobs)
+            if not batch:
+                continue
             fault: Exception | None = None
-            if batch:
-                rows = [(key, model, reply, int(time.time())) for key, model, reply, _ in batch]
-                try:
-                    connection.execute("BEGIN IMMEDIATE")
-                    connection.executemany("INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?)", rows)
-                    connection.execute("COMMIT")
-                except sqlite3.Error as error:
-                    fault = EnvironmentFault(f"{self.path}: cannot keep answers ({error})")
-                    if connection.in_transaction:
-                        connection.execute("ROLLBACK")
-                _tell(batch, fault)
-            if len(batch) < len(jobs):
-                connection.close()
-                return
+            try:
+                connection = connection or self._connect()
+                _keep(connection, batch)
+            except sqlite3.Error as error:  # whatever it was, they wait to hear of it
+                fault = EnvironmentFault(f"{self.path}: cannot keep answers ({error})")
+            _tell(batch, fault)
+        if connection:
+            connection.close()
 
     def close(self) -> None:
         """Waits for what is being written and closes the file."""
@@ -131,7 +132,20 @@ class Cache:
         self._reader.close()
 
 
-def _tell(batch: list[tuple[bytes, str, str, asyncio.Future[None]]], fault: Exception | None) -> None:
+def _keep(connection: sqlite3.Connection, batch: list[_Job]) -> None:
+    """Writes a batch to the disk, all of it or nothing."""
+    rows = [(key, model, reply, int(time.time())) for key, model, reply, _ in batch]
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        connection.executemany("INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?)", rows)
+        connection.execute("COMMIT")
+    except sqlite3.Error:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _tell(batch: list[_Job], fault: Exception | None) -> None:
     """Resolves the futures of a batch on their loop, in one call."""
 
     def resolve() -> None:

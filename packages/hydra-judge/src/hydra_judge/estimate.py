@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from hydra_judge.backends import RejectedError
 from hydra_judge.budget import Price
 from hydra_judge.cache import Cache
-from hydra_judge.corpus import Block, read_block
+from hydra_judge.corpus import Block
 from hydra_judge.engine import Engine, Request
 from hydra_judge.judge import Judge
-from hydra_judge.score import Reading
+from hydra_judge.score import Reading, read_items
 from hydra_judge.verdict import Reply
-from nmoe.formats.documents import Document
+from nmoe.formats.documents import Document, Reject
 
 __all__ = ["Estimate", "survey", "with_pilot"]
 
@@ -94,13 +94,9 @@ async def survey(blocks: Sequence[Block], *, judge: Judge, cache: Cache, reading
             found.answer_tokens += request.answer_tokens
         raise RejectedError("counted", outcome="failed")
 
-    for block in blocks:
-        for item in read_block(block, text_key=reading.text_key, id_key=reading.id_key, max_bytes=reading.max_bytes):
-            if not isinstance(item, Document):
-                found.quarantined += 1
-                continue
-            if found.documents == reading.limit:
-                break
+    for _, _, item in read_items(enumerate(blocks), reading):
+        found.quarantined += isinstance(item, Reject)
+        if isinstance(item, Document):
             found.documents += 1
             await judge.document(item, count)
             rank = -int.from_bytes(hashlib.sha256(item.text.encode()).digest()[:8], "big")

@@ -8,7 +8,7 @@ than that in memory, and one slow document does not stop the others until the wi
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from hydra_judge.output import BlockWriter
 from hydra_judge.progress import Progress
 from nmoe.formats.documents import MAX_DOCUMENT_BYTES, Document, Reject, ScoredDocument
 
-__all__ = ["Reading", "score_blocks"]
+__all__ = ["Reading", "read_items", "score_blocks"]
 
 _READ_ITEMS, _READ_CHARS = 64, 1 << 20
 _WINDOW_CHARS, _WINDOW_DOCUMENTS = 48 << 20, 20_000
@@ -72,23 +72,22 @@ class _Window:
         self._changed.set()
 
 
-def _items(
-    blocks: Sequence[tuple[int, Block]], reading: Reading
+def read_items(
+    blocks: Iterable[tuple[int, Block]], reading: Reading
 ) -> Iterator[tuple[int, Block, Document | Reject | None]]:
-    """Everything in the blocks; None ends a block. A second document of an id in a block is rejected."""
+    """Everything in (number, block) pairs; None ends a block. A second document of an id in a block is rejected."""
     left = itertools.count() if reading.limit is None else iter(range(reading.limit))
     for number, block in blocks:
         seen: set[int] = set()
         found = read_block(block, text_key=reading.text_key, id_key=reading.id_key, max_bytes=reading.max_bytes)
         for item in found:
             if isinstance(item, Document):
-                # A hash in place of the id: 60 bytes a document instead of its length.
-                key = hash((item.id, "" if _is_hash(item.id) else None))
-                if key in seen and not _is_hash(item.id):
+                key = hash(item.id)  # in place of the id: 60 bytes a document instead of its length
+                if key in seen:
                     item = Reject(source=item.source, line=item.line, reason="duplicate_id", detail=item.id[:200])
                 elif next(left, None) is None:
                     break
-                else:
+                elif not _is_hash(item.id):
                     seen.add(key)
             yield number, block, item
         yield number, block, None
@@ -146,7 +145,7 @@ async def score_blocks(
             slots.release()
 
     async def read() -> None:
-        items, order = _items(blocks, reading), itertools.count()
+        items, order = read_items(blocks, reading), itertools.count()
         with ThreadPoolExecutor(1, thread_name_prefix="judge-reader") as thread:
             while taken := await asyncio.get_running_loop().run_in_executor(thread, _take, items):
                 for number, block, item in taken:

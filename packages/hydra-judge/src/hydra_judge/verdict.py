@@ -33,6 +33,7 @@ _REFUSAL = re.compile(
     r"^\W*(?:i['’]?m sorry|i am sorry|sorry,|i can(?:no|['’])t|i cannot|i won['’]t|i['’]?m (?:unable|not able)|i am (?:unable|not able)|as an ai)",
     re.IGNORECASE,
 )
+_LEAST = 1e-12  # probabilities below are a server's word for "excluded" (vLLM: a logarithm of -9999), no measurement
 _TRAILING_COMMA = re.compile(r",(\s*[}\]])")
 
 
@@ -223,17 +224,16 @@ def yes_odds(reply: Reply) -> float | Fault:
 
     Source: Sachdeva et al. 2024, "How to Train Data-Efficient LLMs" (Ask-LLM).
     """
-    mass = {"yes": 0.0, "no": 0.0}
-    for token, logprob in reply.first_token:
-        word = token.strip().lower()
-        if word in mass and logprob <= 0:
-            mass[word] += math.exp(logprob)
-    if not reply.first_token:
+    listed = [(token.strip().lower(), math.exp(logprob)) for token, logprob in reply.first_token if logprob <= 0]
+    if not listed:
         return Fault(outcome="unparsable", detail="the server returned no log probabilities")
+    mass = {word: sum(share for token, share in listed if token == word) for word in ("yes", "no")}
     if mass["yes"] + mass["no"] < 0.01:
         return Fault(outcome="unparsable", detail="the answer must be Yes or No")
+    if len(listed) == 1:  # nothing is known of the other answer
+        return Fault(outcome="unparsable", detail="the server lists no alternatives to its answer (top_logprobs)")
     # An answer outside the listed alternatives is less likely than the last of them, not impossible.
-    least = math.exp(min(logprob for _, logprob in reply.first_token))
+    least = max(min(share for _, share in listed), _LEAST)
     return math.log(max(mass["yes"], least)) - math.log(max(mass["no"], least))
 
 
