@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,17 @@ pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
 
 ROOT = Path(__file__).parents[2]
 LAYOUTS = {
+    # ranks, rows a micro batch, settings
     "one": (1, 8, ()),
     "shared": (2, 4, ("parallel.ep=2",)),
     "copied": (2, 4, ("parallel.ep=1",)),
     "gathered once": (2, 2, ("parallel.ep=2", 'parallel.gather="step"')),
+    "recomputed": (2, 4, ("parallel.ep=2", 'train.recompute=["experts", "mlp", "attention"]')),
+    "little room": (2, 4, ("parallel.ep=2", "rdep.capacity=0.5")),
+    "just the room": (2, 4, ("parallel.ep=2", "rdep.sizes=exact")),
+    "nvshmem": (2, 4, ("parallel.ep=2", "parallel.comm=nvshmem")),
 }
+WIRES = ("mxfp8", "nvfp4")
 
 
 def loss_after(steps: int, *overrides: str, ranks: int) -> float:
@@ -38,11 +45,21 @@ def loss_after(steps: int, *overrides: str, ranks: int) -> float:
 
 def test_loss_does_not_depend_on_how_gpus_share_a_model():
     """Six steps of real routing, uneven as it falls, with latent attention and a shared expert."""
-    found = {}
-    for name, (ranks, rows, layout) in LAYOUTS.items():
+
+    def loss(ranks: int, rows: int, layout: tuple[str, ...]) -> float:
         batch = ("train.dtype=bf16", "train.batch_size=8", f"train.micro_batch_size={rows}")
-        found[name] = loss_after(6, *batch, *layout, ranks=ranks)
-    assert all(loss == pytest.approx(found["one"], rel=2e-3) for loss in found.values()), found
+        return loss_after(6, *batch, *layout, ranks=ranks)
+
+    with ThreadPoolExecutor(3) as pool:
+        losses = {name: pool.submit(loss, *layout) for name, layout in LAYOUTS.items()}
+        losses |= {wire: pool.submit(loss, 2, 4, ("parallel.ep=2", f"rdep.wire={wire}")) for wire in WIRES}
+    found = {name: future.result() for name, future in losses.items()}
+    print(found)
+    assert all(found[name] == pytest.approx(found["one"], rel=2e-3) for name in LAYOUTS), found
+    assert found["recomputed"] == found["shared"]
+    for wire in WIRES:  # few bits are another computation, and not a wrong one
+        assert found[wire] != found["shared"]
+        assert found[wire] == pytest.approx(found["one"], rel=1e-2), found
 
 
 def trained(folder: Path, *, killed_at: int | None = None) -> Path:
