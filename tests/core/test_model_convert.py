@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +105,17 @@ def test_generate_says_what_is_wrong_in_one_line(run, arguments, message):
     assert done.stderr.count("\n") == 1
 
 
+def test_generate_refuses_a_damaged_checkpoint(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    (file,) = (tmp_path / "run").glob("checkpoints/*/__0_0.distcp")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    done = _call("nmoe.sample:main", tmp_path / "run")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "__0_0.distcp: damaged" in done.stderr
+
+
 def test_a_trained_run_opens_in_transformers(run, tmp_path):
     transformers = pytest.importorskip("transformers", reason="the oracle; in the group dev of the workspace")
     done = _run("nmoe.convert:main", "to-hf", run, tmp_path / "hf", "--dtype", "fp32")
@@ -129,7 +141,7 @@ def test_convert_both_ways_keeps_bf16_weights_and_tokenizer_files(run, tmp_path)
     assert done.returncode == 0, done.stderr
     assert (back / "hf" / "tokenizer.json").read_text() == tokenizer.read_text()
     assert sorted(p.name for p in (back / "checkpoints").iterdir()) == ["step-00000000"]
-    assert _call("nmoe.convert:main", "to-hf", back, second).returncode == 0
+    assert _call("nmoe.convert:main", "to-hf", back / "checkpoints" / "step-00000000", second).returncode == 0
     one, two = (
         {k: v for f in sorted(d.glob("*.safetensors")) for k, v in load_file(f).items()} for d in (first, second)
     )
@@ -169,6 +181,22 @@ def test_import_of_an_unfit_folder_leaves_nothing_behind(run, tmp_path):
     assert "missing: model.layers.3.input_layernorm.weight" in done.stderr
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("config.json", "[1, 2]", "config.json: not a JSON object"),
+        ("model.safetensors.index.json", "{}", "weight_map is no table"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": "../b.safetensors"}}', "weight_map is no table"),
+    ],
+)
+def test_import_of_a_folder_whose_json_is_of_another_kind_is_one_line(tmp_path, name, text, message):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_text(text)
+    done = _call("nmoe.convert:main", "from-hf", tmp_path, tmp_path / "new")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert message in done.stderr
 
 
 def test_training_goes_on_from_an_imported_model(run, tmp_path):

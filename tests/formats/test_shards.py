@@ -123,6 +123,7 @@ def test_writer_refuses_a_finished_folder_and_foreign_ids(tmp_path):
         (lambda d: edit(d, format="other"), "format is 'other'"),
         (lambda d: edit(d, dtype="object"), "dtype is 'object'"),
         (lambda d: edit(d, tokenizer=None), "incomplete"),
+        (lambda d: edit_shard(d, sha256={"tokens": "0" * 64}), "incomplete .*index"),
         (lambda d: (d / "manifest.json").write_text("{"), "cannot be read as JSON"),
     ],
 )
@@ -138,12 +139,15 @@ def edit(directory: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def edit_shard(directory: Path, **changes: object) -> None:
+    shards = json.loads((directory / "manifest.json").read_text())["shards"]
+    edit(directory, shards=[shards[0] | changes, *shards[1:]])
+
+
 @pytest.mark.parametrize("name", ["../secret.npy", "/etc/hostname"])
 def test_open_refuses_paths_outside_the_folder(tmp_path, name):
     shutil.copytree(GOLDEN, tmp_path / "s")
-    manifest = json.loads((tmp_path / "s" / "manifest.json").read_text())
-    manifest["shards"][0]["path"] = name
-    edit(tmp_path / "s", shards=manifest["shards"])
+    edit_shard(tmp_path / "s", path=name)
     with pytest.raises(DataError, match="outside the folder"):
         open_shards(tmp_path / "s")
 

@@ -160,7 +160,7 @@ def export_run(source: Path, target: Path, *, dtype: "torch.dtype", tokenizer: P
     from nmoe.model.hf_files import state_shapes, write_folder
 
     info = find_checkpoint(source)
-    files = _tokenizer_files(source / "hf" if tokenizer is None else tokenizer)
+    files = _tokenizer_files(info.run / "hf" if tokenizer is None else tokenizer)
     if tokenizer is not None and not files:
         raise DataError(f"--tokenizer {tokenizer}: no tokenizer.json, nor a folder with tokenizer files")
     config = config_from_tables(dict(info.config), where=str(info.path), name="exported")

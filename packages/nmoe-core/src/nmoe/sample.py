@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 import nmoe
 from nmoe import arch
-from nmoe.checkpoint.store import find_checkpoint
+from nmoe.checkpoint.store import find_checkpoint, verify
 from nmoe.config import Config, config_from_tables
-from nmoe.errors import ConfigError, DataError, EnvironmentFault
+from nmoe.errors import CheckpointError, ConfigError, DataError, EnvironmentFault
 from nmoe.formats.shards import open_shards
 from nmoe.formats.tokenizers import Tokenizer, load_tokenizer
 from nmoe.status import exit_status
@@ -69,11 +69,11 @@ def load_run(path: Path, *, dtype: str | None = None) -> "Transformer":
         dtype: ``fp32`` or ``bf16`` for the computation; by default that of the run.
 
     Raises:
-        CheckpointError: There is no complete checkpoint, or it is damaged.
+        CheckpointError: There is no complete checkpoint, or it is damaged or of another model.
     """
     import torch
 
-    from nmoe.checkpoint.load import load_some
+    from nmoe.checkpoint.load import load_some, stored_tensors
     from nmoe.comm.local import Local
     from nmoe.model.transformer import Transformer
 
@@ -85,7 +85,12 @@ def load_run(path: Path, *, dtype: str | None = None) -> "Transformer":
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with torch.device(device):
         model = Transformer(config, comm=Local(device))
-    load_some(info, {f"model.{name}": tensor for name, tensor in model.state_dict().items()})
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    for problem in verify(info):
+        raise CheckpointError(problem)
+    for name in sorted(tensors.keys() - stored_tensors(info.path).keys()):
+        raise CheckpointError(f"{info.path}: lacks {name}; it was written by another version of the model")
+    load_some(info, tensors)
     return model
 
 
@@ -138,7 +143,7 @@ def _generate(options: argparse.Namespace) -> int:
     from nmoe.model.generate import stream
 
     model = load_run(options.run, dtype=options.dtype)
-    tokenizer = tokenizer_of(options.run, model.config, options.tokenizer)
+    tokenizer = tokenizer_of(find_checkpoint(options.run).run, model.config, options.tokenizer)
     (prompt,) = tokenizer.encode_batch([options.prompt])
     tokens = stream(
         model,

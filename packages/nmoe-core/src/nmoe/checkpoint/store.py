@@ -65,6 +65,11 @@ class CheckpointInfo:
     written_at: float
 
     @property
+    def run(self) -> Path:
+        """Folder of the run that it was written by."""
+        return self.path.absolute().parents[1]
+
+    @property
     def num_bytes(self) -> int:
         """Size of all files, in bytes."""
         return sum(size for size, _ in self.files.values())

@@ -27,6 +27,7 @@ __all__ = ["PrepSummary", "Sides", "find_inputs", "open_sides", "prepare"]
 
 _ENDINGS = (".jsonl", ".ndjson", ".txt", ".jsonl.gz", ".ndjson.gz", ".txt.gz")
 _BATCH_BYTES = 4 << 20
+_REJECT_BYTES = 400  # what a reject takes in memory: a file of nothing else must not fill it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +159,7 @@ def _batches(inputs: Sequence[tuple[Path, str]]) -> Iterator[list[Document | Rej
     for path, name in inputs:
         for item in read_documents(path, source=name):
             batch.append(item)
-            size += len(item.text) if isinstance(item, Document) else 0
+            size += len(item.text) if isinstance(item, Document) else _REJECT_BYTES
             if size >= _BATCH_BYTES:
                 yield batch
                 batch, size = [], 0

@@ -74,8 +74,8 @@ def _verify_checksums(shards: ShardSet) -> None:
     if size > _HASHED_BYTES:
         _log.info("%s: %.1f GB, checksums not read; `hydra-judge verify` reads them", shards.directory, size / 1e9)
         return
-    for shard, entry in zip(shards.shards, shards.manifest["shards"], strict=True):
-        found, stated = sha256_file(shard.path), entry["sha256"]["tokens"]
+    for shard in shards.shards:
+        found, stated = sha256_file(shard.path), shard.sha256["tokens"]
         if found != stated:
             raise DataError(
                 f"{shard.path}: damaged: SHA-256 is {found[:12]}..., the manifest says {stated[:12]}...; "

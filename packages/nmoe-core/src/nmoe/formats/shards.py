@@ -235,6 +235,7 @@ class Shard:
         self._lineage_path = inside(directory, str(entry["lineage"]))
         self.tokens = _map(self.path, dtype, (int(entry["tokens"]),))
         self.index = _map(inside(directory, str(entry["index"])), np.dtype("<i8"), (int(entry["entries"]), 2))
+        self.sha256 = {kind: str(entry["sha256"][kind]) for kind in ("tokens", "index", "lineage")}
         if not self._lineage_path.is_file():
             raise DataError(f"{self._lineage_path}: not found; the manifest names it. Make the shards again")
 
@@ -339,9 +340,9 @@ def verify_shards(directory: str | Path) -> Iterator[str]:
     tokens = documents = 0
     for shard, entry in zip(shards.shards, shards.manifest["shards"], strict=True):
         for kind, key in (("tokens", "path"), ("index", "index"), ("lineage", "lineage")):
-            found = sha256_file(shards.directory / entry[key])
-            if found != entry["sha256"][kind]:
-                yield f"{shards.directory / entry[key]}: SHA-256 is {found[:12]}..., the manifest says {entry['sha256'][kind][:12]}..."
+            found, stated = sha256_file(shards.directory / entry[key]), shard.sha256[kind]
+            if found != stated:
+                yield f"{shards.directory / entry[key]}: SHA-256 is {found[:12]}..., the manifest says {stated[:12]}..."
         yield from _verify_contents(shards, shard)
         tokens += len(shard.tokens)
         documents += sum(line.get("piece", 0) == 0 for line in _readable_lineages(shard))

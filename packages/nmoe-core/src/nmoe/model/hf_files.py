@@ -47,7 +47,7 @@ class HFFolder:
         self.path = path
         self.config: dict[str, Any] = self._json("config.json")
         self._stack = ExitStack()
-        names = {SINGLE} if not (path / INDEX).is_file() else set(self._json(INDEX)["weight_map"].values())
+        names = self._indexed() if (path / INDEX).is_file() else {SINGLE}
         self._files: dict[str, Any] = {}
         for name in sorted(names):
             try:
@@ -67,13 +67,22 @@ class HFFolder:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
+    def _indexed(self) -> set[str]:
+        """Names of the files that the index lists."""
+        listed = self._json(INDEX).get("weight_map")
+        if not isinstance(listed, dict) or any(not isinstance(n, str) or Path(n).name != n for n in listed.values()):
+            raise DataError(
+                f"{self.path / INDEX}: weight_map is no table of tensors and the files in this folder that hold them"
+            )
+        return set(listed.values())
+
     def _json(self, name: str) -> dict[str, Any]:
         try:
-            return json.loads((self.path / name).read_text(encoding="utf-8"))
+            return dict(json.loads((self.path / name).read_text(encoding="utf-8")))
         except FileNotFoundError:
             raise DataError(f"{self.path / name}: not found; expected the folder of a Hugging Face model") from None
-        except ValueError as error:
-            raise DataError(f"{self.path / name}: not JSON ({error})") from None
+        except (ValueError, TypeError) as error:
+            raise DataError(f"{self.path / name}: not a JSON object ({error})") from None
 
     def check(self, config: Config) -> None:
         """Account for every key of the folder.

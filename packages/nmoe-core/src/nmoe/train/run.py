@@ -2,7 +2,6 @@
 """A run from config to result: data checked, folder chosen, state restored, steps, and an orderly end."""
 
 import contextlib
-import errno
 import logging
 import math
 import os
@@ -16,7 +15,7 @@ from nmoe.checkpoint.store import list_checkpoints
 from nmoe.config import Config
 from nmoe.data.loader import Loader
 from nmoe.data.sources import open_train, open_val
-from nmoe.errors import NmoeError, PeerFault
+from nmoe.errors import PeerFault, line_of
 from nmoe.formats.metrics import MetricWriter
 from nmoe.formats.shards import ShardSet
 from nmoe.formats.tokenizers import ByteTokenizer
@@ -187,7 +186,7 @@ class _Run:
             outcome = self._end(checkpoints)
         except Exception as error:
             end_all(self.ranks, error)
-            if not isinstance(error, NmoeError) and getattr(error, "errno", 0) != errno.ENOSPC:
+            if line_of(error, place=self.folder.path) is None:
                 _log.error("the run failed", exc_info=True)
             line = f"{type(error).__name__}: {error}".splitlines()[0]
             self.folder.finish("failed", step=self.progress.step, error=line)
