@@ -38,6 +38,14 @@ def test_heartbeat_writes_no_more_often_than_asked(tmp_path):
     assert read_run(tmp_path).step == 0
 
 
+def test_heartbeat_goes_on_where_the_clock_of_the_day_is_set_back(tmp_path, monkeypatch):
+    record, real = RunRecord(tmp_path, heartbeat_s=0.0), time.time
+    record.start(id="abc", config={}, steps=5)
+    monkeypatch.setattr(time, "time", lambda: real() - 3600)
+    record.heartbeat(3)
+    assert read_run(tmp_path).step == 3
+
+
 def test_running_without_heartbeat_reads_as_stale(tmp_path):
     RunRecord(tmp_path).start(id="abc", config={}, steps=5)
     edit(tmp_path, heartbeat_at=time.time() - 59)

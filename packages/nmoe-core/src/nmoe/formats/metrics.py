@@ -236,7 +236,8 @@ class MetricWriter:
             self._connection.execute("COMMIT")
             self._dropped_written = lost
         except duckdb.Error as error:
-            self._dropped += count
+            with self._count_lock:
+                self._dropped += count
             if time.monotonic() >= self._complain_at:  # a full disk stays so for a while
                 self._complain_at = time.monotonic() + _COMPLAIN_S
                 text = str(error).splitlines()[0]

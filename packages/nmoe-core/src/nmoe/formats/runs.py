@@ -74,6 +74,7 @@ class RunRecord:
         self._path = Path(run_dir) / RUN_FILE
         self._heartbeat_s = heartbeat_s
         self._facts: dict[str, Any] = {}
+        self._beat_at = 0.0
         self._lock = threading.Lock()
 
     def start(self, *, id: str, config: Mapping[str, Any], steps: int, step: int = 0) -> None:
@@ -104,15 +105,16 @@ class RunRecord:
             "git": git_state(),
             "config": dict(config),
         }
+        self._beat_at = time.monotonic()
         write_json(self._path, self._facts)
 
     def heartbeat(self, step: int) -> None:
         """Says that the run is alive at this step; writes at most every `heartbeat_s` seconds."""
-        now = time.time()
+        now = time.monotonic()  # the clock of the day may be set back, and would then be waited for
         with self._lock:
             self._facts["step"] = step
-            if now - self._facts["heartbeat_at"] >= self._heartbeat_s:
-                self._facts["heartbeat_at"] = now
+            if now - self._beat_at >= self._heartbeat_s:
+                self._beat_at, self._facts["heartbeat_at"] = now, time.time()
                 write_json(self._path, self._facts)
 
     def finish(self, status: Literal["finished", "stopped", "failed"], *, step: int, error: str | None = None) -> None:

@@ -72,16 +72,15 @@ class AdamW:
         if scale != 1.0:
             for gradient in gradients:
                 gradient.mul_(scale)
-        device = parameters[0].device
-        # The fused kernel adds one itself.
-        steps = [torch.tensor(float(self.num_updates - 1), device=device) for _ in names]
+        # The fused kernel adds one itself. Filled on the device: a copy from the host, one a parameter, would wait for it.
+        steps = torch.full((len(names),), float(self.num_updates - 1), device=parameters[0].device)
         adamw(
             parameters,
             gradients,
             [self._moments[name][0] for name in names],
             [self._moments[name][1] for name in names],
             [],
-            steps,
+            list(steps.unbind()),
             fused=True,
             amsgrad=False,
             beta1=self._config.betas[0],

@@ -139,7 +139,7 @@ def measured_bandwidth(device: torch.device) -> float:
 def host_rss_bytes() -> int:
     """Resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * 4096
+    return pages * os.sysconf("SC_PAGE_SIZE")  # 64 KiB beside the CPU of a GB200
 
 
 def host_memory_bytes() -> int:
