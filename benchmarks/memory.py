@@ -18,7 +18,8 @@ from nmoe.config import Config, load_config
 from nmoe.model.transformer import Transformer
 from nmoe.train.memory import recompute_choices
 from nmoe.train.ranks import Ranks
-from nmoe.train.setup import build, choose_device, planned_memory
+from nmoe.train.room import planned_memory
+from nmoe.train.setup import build, choose_device
 
 
 def micro_batch(model: Transformer, config: Config, device: torch.device) -> None:

@@ -35,7 +35,8 @@ from nmoe.ops import registry
 from nmoe.train.health import router_health
 from nmoe.train.loop import StepResult, train_step
 from nmoe.train.ranks import Ranks, join_ranks
-from nmoe.train.setup import Parts, build, choose_device, planned_memory
+from nmoe.train.room import planned_memory
+from nmoe.train.setup import Parts, build, choose_device
 from nmoe.train.throughput import device_peak, flop_per_token
 from nmoe.train.warm_up import warm_up_ranks
 

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`nmoe-train` as a command: the dry run needs no torch, and whatever a user can mend is one line and exit status 2."""
 
+import argparse
 import json
 import logging
 import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,9 @@ from nmoe import cli
 from nmoe.formats.runs import read_run
 from nmoe.formats.shards import ShardWriter
 from nmoe.formats.tokenizers import ByteTokenizer
+from nmoe.status import exit_status
+from nmoe.train.ranks import Ranks
+from nmoe.train.room import telling_of_memory
 
 ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("nmoe-train")
@@ -184,16 +189,50 @@ def test_train_ends_with_loss_sample_and_place(place, in_process, capsys):
     assert len(re.findall(r"^step \d/2  loss ", printed.err, re.M)) == 2
 
 
-def test_train_says_that_memory_cannot_do_and_the_mended_command_begins_anew(place, in_process, capsys):
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["train.batch_size=100000000", "train.micro_batch_size=100000000"],
+            r"train.batch_size = 100000000 of data.seq_len = \d+: [\d.]+ [GT]B are needed .*; lower one of the two",
+        ),
+        (["data.seq_len=1000000"], r"[\d.,]+ [GT]B are needed in the .*; lower train.micro_batch_size or data.seq_len"),
+        (["model.hidden_size=10000000"], r"[\d.]+ [GT]B are needed in the .*; make the model smaller"),
+    ],
+)
+def test_train_says_that_memory_cannot_do_and_the_mended_command_begins_anew(
+    overrides, message, place, in_process, capsys
+):
     """What failed before its first checkpoint has nothing to go on from, and so does not stand in the way."""
-    huge = ["--set", "train.batch_size=100000000", "--set", "train.micro_batch_size=100000000"]
-    assert in_process(["tiny.toml", *huge]) == 2
+    assert in_process(["tiny.toml", *(word for one in overrides for word in ("--set", one))]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
-    assert re.match(r"error: 1 x [\d.e+]+ GB are needed in the \S+( of layer \d)?, but the machine has", lines[0])
-    assert in_process(["tiny.toml"]) == 0
+    assert re.match(f"error: {message}", lines[0])
+    assert "but the machine has" in lines[0]
+    assert in_process(["tiny.toml", "--set", "train.steps=1"]) == 0
     assert read_run(place / "runs" / "tiny").status == "failed"
     assert read_run(place / "runs" / "tiny-2").status == "finished"
+
+
+def test_memory_that_runs_out_is_one_line(tiny, capsys):
+    def take(options: argparse.Namespace) -> int:
+        with (
+            telling_of_memory(tiny(), Ranks(rank=0, size=1, device=torch.device("cpu")))
+            if options.run
+            else nullcontext()
+        ):
+            return len((np if options.numpy else torch).empty(10**14))  # 47 bits of address cannot hold it
+
+    for options, expected in (
+        (
+            {"run": True, "numpy": False},
+            r"out of memory: by plan [\d.]+ MB are needed in the .*; the machine has [\d.]+ GB; lower",
+        ),
+        ({"run": False, "numpy": False}, r"out of memory: can't allocate memory: you tried to allocate"),
+        ({"run": False, "numpy": True}, r"out of memory: Unable to allocate"),
+    ):
+        assert exit_status(take, argparse.Namespace(**options)) == 2
+        assert re.fullmatch(f"error: {expected}.*\n", capsys.readouterr().err)
 
 
 def test_train_says_what_a_changed_config_changed(place, in_process, capsys):

@@ -21,6 +21,7 @@ __all__ = [
     "NmoeError",
     "PeerFault",
     "free_bytes",
+    "is_out_of_memory",
     "line_of",
 ]
 
@@ -64,6 +65,7 @@ class PeerFault(NmoeError):
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_MEMORY = ("can't allocate memory", "Storage size calculation overflowed")
 _OF_THE_DISK = (*_FULL, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
@@ -76,6 +78,9 @@ def line_of(error: BaseException, *, place: str | os.PathLike[str] | None = None
     """
     if isinstance(error, NmoeError):
         return " ".join(str(error).splitlines())
+    if is_out_of_memory(error):
+        said = " ".join(str(error).split()).partition("DefaultCPUAllocator: ")
+        return f"out of memory: {said[2] or said[0] or 'no more was to be had'}"
     if not isinstance(error, OSError):
         return None
     where = error.filename if error.filename is not None else place
@@ -91,6 +96,12 @@ def _advice(error: OSError, where: Any) -> str:
         return "; choose another place" if error.errno == errno.EROFS else "; look at the disk, and try again"
     free = "" if where is None else f" ({words.size(free_bytes(where))} free there)"
     return f"{free}; make room, and give the same command again"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python, NumPy or PyTorch (on a GPU, on the CPU) got no memory."""
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or (isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY))
 
 
 def free_bytes(place: str | os.PathLike[str]) -> int:

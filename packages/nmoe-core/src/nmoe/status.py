@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nmoe.commands import close_stdout
-from nmoe.errors import ConfigError, NmoeError, line_of
+from nmoe.errors import ConfigError, line_of
 
 __all__ = ["exit_status"]
 
@@ -38,7 +38,7 @@ def exit_status(
     except BrokenPipeError:  # whoever read the output, such as `head`, has seen enough
         close_stdout()
         return 128 + signal.SIGPIPE
-    except (NmoeError, OSError) as error:
+    except Exception as error:
         line = line_of(error, place=place)
         if line is None:
             raise

@@ -23,7 +23,10 @@ from nmoe.errors import CheckpointError, DataError
 from nmoe.formats.order import Order, Rows
 from nmoe.formats.shards import ShardSet
 
-__all__ = ["Batch", "Loader", "held_out_batches"]
+__all__ = ["AHEAD", "Batch", "Loader", "held_out_batches"]
+
+AHEAD = 4
+"""Steps that are read ahead."""
 
 _PATIENCE_S = 10.0
 
@@ -100,7 +103,7 @@ class Loader:
         rank: int = 0,
         num_ranks: int = 1,
         next_sample: int = 0,
-        ahead: int = 4,
+        ahead: int = AHEAD,
     ):
         if next_sample % batch_size:
             raise CheckpointError(

@@ -54,9 +54,14 @@ class Memory:
     moment: str
 
     @property
+    def state(self) -> int:
+        """What the model needs, whatever the batch."""
+        return self.masters + self.copies + self.gradients + self.moments
+
+    @property
     def peak(self) -> int:
         """All of it."""
-        return self.masters + self.copies + self.gradients + self.moments + self.activations + self.working
+        return self.state + self.activations + self.working
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,6 +32,7 @@ from nmoe.train.notes import AllNotes, Note
 from nmoe.train.ranks import Ranks, join_ranks
 from nmoe.train.record import Recorder
 from nmoe.train.report import ProgressBar, log_to_file
+from nmoe.train.room import telling_of_memory
 from nmoe.train.sampler import Sampler, gpu_reader
 from nmoe.train.setup import (
     Parts,
@@ -181,9 +182,9 @@ class _Run:
         if watcher:
             watcher.on_end = lambda line: self.folder.finish("failed", step=self.progress.step, error=line)
         try:
-            self._build()
-            checkpoints = self._train()
-            outcome = self._end(checkpoints)
+            with telling_of_memory(self.config, self.ranks):
+                self._build()
+                outcome = self._end(self._train())
         except Exception as error:
             end_all(self.ranks, error)
             if line_of(error, place=self.folder.path) is None:

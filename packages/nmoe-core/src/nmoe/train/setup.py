@@ -28,11 +28,10 @@ from nmoe.rdep.exchange import Exchange
 from nmoe.rdep.experts import Experts
 from nmoe.rdep.nodes import NodeExchange, exchange_of
 from nmoe.train.environment import world_of
-from nmoe.train.memory import Memory, plan_memory
 from nmoe.train.ranks import Ranks
+from nmoe.train.room import planned_memory, refuse_too_large
 from nmoe.train.shard import shard
 from nmoe.train.stopwatch import Stopwatch
-from nmoe.train.throughput import host_memory_bytes
 
 __all__ = [
     "Parts",
@@ -42,13 +41,11 @@ __all__ = [
     "choose_device",
     "log_device",
     "log_ranks",
-    "planned_memory",
     "restore",
     "start_from",
 ]
 
 _log = logging.getLogger(__name__)
-_HOPELESS = 1.25  # times the memory there is: no plan is so wrong that it would do
 
 
 @dataclass(kw_only=True, slots=True)
@@ -152,7 +149,7 @@ def build(config: Config, ranks: Ranks) -> Parts:
     Raises:
         EnvironmentFault: the ranks cannot reach each other's memory in the way that `parallel.comm` names.
     """
-    _refuse_too_large(config, ranks)
+    refuse_too_large(config, ranks)
     comm = connect(
         ranks.expert_group,
         ranks.device,
@@ -179,26 +176,6 @@ def build(config: Config, ranks: Ranks) -> Parts:
     return Parts(
         ranks=ranks, comm=comm, exchange=exchange, model=model, pieces=pieces, optimizer=optimizer, watch=watch
     )
-
-
-def _refuse_too_large(config: Config, ranks: Ranks) -> None:
-    """Raises where the plan says that memory cannot do: the kernel would end the process without a word."""
-    if ranks.device.type == "cuda":
-        there, sharing, what = torch.cuda.mem_get_info(ranks.device)[1], 1, "the GPU"
-    else:
-        there, sharing, what = host_memory_bytes(), world_of(os.environ)[3], "the machine"
-    plan = plan_memory(config, kernels=arch.current().target is not None, ranks=ranks.size)  # without what can go
-    if plan.peak * sharing > _HOPELESS * there:
-        raise EnvironmentFault(
-            f"{sharing} x {plan.peak / 1e9:.4g} GB are needed in the {plan.moment}, but {what} has {there / 1e9:.4g} GB; "
-            "lower train.micro_batch_size or data.seq_len, set train.recompute, or use more ranks"
-        )
-
-
-def planned_memory(config: Config, ranks: Ranks) -> Memory:
-    """The plan of this run on this device, with what is kept because there is room."""
-    memory = torch.cuda.mem_get_info(ranks.device)[1] if ranks.device.type == "cuda" else 0
-    return plan_memory(config, kernels=arch.current().target is not None, ranks=ranks.size, memory=memory)
 
 
 def _hold_experts(model: Transformer, config: Config, ranks: Ranks) -> None:
