@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from commands import CONFIG, Command, alive, figures, losses
 from ranks import Ranks, run_ranks
 
@@ -17,11 +18,13 @@ from nmoe import cli
 from nmoe.checkpoint import save, store
 from nmoe.checkpoint.store import list_checkpoints
 from nmoe.comm.watcher import LOST
+from nmoe.config import load_config
 from nmoe.data import loader
 from nmoe.data.builtin import make_python_docs
 from nmoe.formats.metrics import open_store
 from nmoe.formats.runs import read_run
 from nmoe.train import evaluate, run
+from nmoe.train import launch as launching
 from nmoe.train.environment import first_host, slurm_environment
 
 SOON_S = 12.0
@@ -222,6 +225,20 @@ def test_start_that_cannot_be_is_one_line(folder, arguments, message):
         assert command.wait() == 2
     assert command.errors.startswith(message), command.errors
     assert len(command.errors.splitlines()) == 1, command.errors
+
+
+def test_launcher_leaves_cuda_to_the_ranks(folder, monkeypatch):
+    """Who asks the driver how many GPUs there are has begun CUDA, and CUDA outlives no fork: no rank could use its GPU."""
+    asked, started = [], []
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: asked.append("driver") or 2, raising=False)
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 2)
+    monkeypatch.setattr(launching, "elastic_launch", lambda config, _: lambda *_: [started.append(config) or "end"])
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")  # so that it is restored
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK")
+    monkeypatch.chdir(folder)
+    assert launching.launch(load_config("tiny.toml"), nproc=None, restarts=0, fresh=False) == "end"
+    assert [config.nproc_per_node for config in started] == [2]
+    assert not asked
 
 
 def test_ranks_of_another_launcher_are_taken_as_they_are(undisturbed, folder, capfd):

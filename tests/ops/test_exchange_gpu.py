@@ -210,6 +210,7 @@ def test_two_ranks_on_two_gpus(check, tmp_path):
 def test_a_rank_that_does_not_come_is_named_and_all_end(tmp_path):
     began = time.monotonic()
     (first, said), (second, _) = ranks("lost", tmp_path)
-    assert (first, second) == (1, LOST)  # by its error, and by the watcher of a rank that hangs
+    assert first in (1, LOST)  # by its error, or by its watcher, who sees the device's fault as well
+    assert second == LOST
     assert "PeerFault: rank 0: lost rank 1 in layer 0, counts: expected epoch 11, seen epoch 10" in said
     assert time.monotonic() - began < 60

@@ -72,6 +72,9 @@ def launch(config: Config, *, nproc: int | None, restarts: int, fresh: bool) -> 
         os.environ.update(slurm_environment(os.environ))
         if world_of(os.environ)[1] > 1:
             return _be_one_of_many(config, fresh=fresh)
+    # PyTorch's launcher asks whether there are GPUs. Asked of the driver, that would be the last use of CUDA in any fork of
+    # this process; NVIDIA's management library may be asked.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     size = _ranks_here(nproc)
     if size == 1:
         return _end(train(config, fresh=fresh, bar=set_up_logging()))
@@ -97,7 +100,7 @@ def _be_one_of_many(config: Config, *, fresh: bool) -> End:
 
 
 def _ranks_here(nproc: int | None) -> int:
-    gpus = torch.cuda.device_count()  # asks the driver's management library: CUDA must not begin before the fork
+    gpus = torch.cuda.device_count()
     if nproc and gpus and nproc > gpus:
         raise EnvironmentFault(f"--nproc {nproc}: {gpus} GPUs are visible; give {gpus} or less, or leave it out")
     return nproc or max(1, gpus)

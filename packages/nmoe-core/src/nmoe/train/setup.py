@@ -124,7 +124,11 @@ def _own_device() -> torch.device:
         raise EnvironmentFault(
             f"rank {place} of this node has no GPU: {torch.cuda.device_count()} visible; start fewer ranks (--nproc)"
         )
-    torch.cuda.set_device(place)
+    try:
+        torch.cuda.set_device(place)
+    except RuntimeError as error:
+        first = str(error).splitlines()[0]
+        raise EnvironmentFault(f"rank {place} of this node cannot use its GPU: {first} (nmoe-doctor says more)") from error
     return torch.device("cuda", place)
 
 
