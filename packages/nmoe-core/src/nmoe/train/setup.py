@@ -128,7 +128,9 @@ def _own_device() -> torch.device:
         torch.cuda.set_device(place)
     except RuntimeError as error:
         first = str(error).splitlines()[0]
-        raise EnvironmentFault(f"rank {place} of this node cannot use its GPU: {first} (nmoe-doctor says more)") from error
+        raise EnvironmentFault(
+            f"rank {place} of this node cannot use its GPU: {first} (nmoe-doctor says more)"
+        ) from error
     return torch.device("cuda", place)
 
 

@@ -100,7 +100,7 @@ def project_backward(dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, dx_TD:
         right = _pieces(weight_ED.view(1, -1), "001").view(3 * experts, width)
         left, of_weight = dlogits[:, : 3 * experts], dlogits[:, experts:]
     dweight = torch.mm(of_weight.t(), x_TD, out_dtype=torch.float32).view(-1, experts, width).sum(dim=0)
-    return torch.addmm(dx_TD, left, right, out=dx_TD), dweight.to(weight_ED.dtype)
+    return torch.addmm(dx_TD, left, right, out=dx_TD), dweight.to(weight_ED.dtype)  # cuBLAS rounds product and sum
 
 
 @cute.jit
