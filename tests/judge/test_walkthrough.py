@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from hydra_judge.explain import explain
 from hydra_judge.injection import attacks
+from hydra_judge.pack import Packing, pack
 from hydra_judge.prompt import excerpts
 from hydra_judge.rubric import load_rubric
+from nmoe.formats.documents import ScoredDocument, ScoredWriter
 
 README = Path(__file__).parents[2] / "packages/hydra-judge/README.md"
 JUNK = "BUY $$$ NOW!!! CLICK HERE 4 FREE PRIZE {n} http://x.example/{n} WIN WIN WIN!!!"
@@ -85,3 +88,27 @@ def test_the_report_shows_the_shift_of_each_attack(gullible, tmp_path, serve, sc
     report = (tmp_path / "scored" / "report.md").read_text()
     assert re.search(r"\| control \| en \| 2 \| 0 \| \+0\.00 \| 0% \|", report)
     assert bool(re.search(r"\| plain order \| en \| 2 \| 0 \| \+4\.00 \| 100% \|", report)) == gullible
+
+
+def test_explain_tells_documents_of_one_id_apart(tmp_path):
+    texts = ["alpha", "bravo", "charlie"]
+    with ScoredWriter(tmp_path / "scored", rubric={}, model="m") as writer:
+        for number, text in enumerate(texts):
+            writer.add(
+                ScoredDocument(id="same", source="a", text=text, outcome="ok", score=3.0, reason=f"said {number}")
+            )
+    pack(
+        Packing(
+            scored=tmp_path / "scored",
+            tokenizer="bytes",
+            min_score=0,
+            output=tmp_path / "shards",
+            shard_tokens=9,
+            max_document_tokens=4,
+        )
+    )
+    offset = 0
+    for number, text in enumerate(texts):
+        found = [explain(tmp_path / "shards", offset=offset + n, tokenizer=None) for n in range(len(text))]
+        assert {one["reason"] for one in found} == {f"said {number}"}
+        offset += len(text) + 1

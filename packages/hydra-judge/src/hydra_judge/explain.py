@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a token of a shard back to its document, and to what the judge thought of it."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 from nmoe.errors import DataError
 from nmoe.formats.documents import ScoredDocument
 from nmoe.formats.files import json_lines
-from nmoe.formats.shards import open_shards
+from nmoe.formats.shards import Location, ShardSet, open_shards
 from nmoe.formats.tokenizers import load_tokenizer
 
 __all__ = ["VERDICTS", "explain", "verdict"]
@@ -34,6 +35,13 @@ def verdict(document: ScoredDocument) -> dict[str, Any]:
 
 def _verdicts(path: Path) -> Iterator[dict[str, Any]]:
     return json_lines(path, what="a verdict", advice="`hydra-judge pack` makes it, with the shards")
+
+
+def _number(opened: ShardSet, place: Location) -> int:
+    """Number of a document in the set, from 0: ids need not be unique in a corpus."""
+    before = (line for shard in opened.shards[: place.shard] for line in shard.lineages())
+    here = itertools.islice(opened.shards[place.shard].lineages(), place.entry + 1)
+    return sum(line.get("piece", 0) == 0 for line in itertools.chain(before, here)) - 1
 
 
 def explain(shards: Path, *, offset: int, tokenizer: str | None) -> dict[str, Any]:
@@ -62,10 +70,12 @@ def explain(shards: Path, *, offset: int, tokenizer: str | None) -> dict[str, An
     place = opened.locate(offset)
     shard = opened.shards[place.shard]
     before = sum(len(one.tokens) for one in opened.shards[: place.shard])
-    key = (place.lineage["id"], place.lineage["source"])
-    told = next((one for one in _verdicts(shards / VERDICTS) if (one.get("id"), one.get("source")) == key), None)
-    if told is None:
-        raise DataError(f"{shards / VERDICTS}: has no document {key[0]!r} of {key[1]}; pack the scores again")
+    key, number = (place.lineage["id"], place.lineage["source"]), _number(opened, place)
+    told = next(itertools.islice(_verdicts(shards / VERDICTS), number, None), {})
+    if (told.get("id"), told.get("source")) != key:
+        raise DataError(
+            f"{shards / VERDICTS}: line {number + 1} is not of document {key[0]!r} of {key[1]}; pack the scores again"
+        )
     return {
         **told,
         **{name: place.lineage[name] for name in ("piece", "pieces") if name in place.lineage},
