@@ -29,7 +29,6 @@ class Progress:
         self._done = 0
         self._stream = stream
         self._began = time.monotonic()
-        self._chars = 0
         self._current = 0
 
     @property

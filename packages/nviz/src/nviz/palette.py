@@ -5,12 +5,12 @@ Source: Okabe and Ito, "Color Universal Design" (2008), without black (unseen on
 light one). A run past the seventh repeats the colours with another dash, so colour never carries a meaning alone.
 """
 
-__all__ = ["ACCENT", "BAD", "DASHES", "MUTED", "SEQUENTIAL", "SERIES", "WARN", "line_style"]
+__all__ = ["ACCENT", "BAD", "DASHES", "MUTED", "SEQUENTIAL", "SERIES", "line_style"]
 
 SERIES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C8C8C")
 DASHES = ("solid", "dash", "dot", "dashdot")
 SEQUENTIAL = "cividis"
-ACCENT, WARN, BAD, MUTED = "#0072B2", "#E69F00", "#D55E00", "#8C8C8C"
+ACCENT, BAD, MUTED = "#0072B2", "#D55E00", "#8C8C8C"
 
 
 def line_style(index: int) -> dict[str, str]:

@@ -62,7 +62,7 @@ class Communicator(Protocol):
 
     @property
     def alarm(self) -> Alarm | None:
-        """What ends all ranks when one fails; None where a rank is alone, or ranks are on several machines."""
+        """What ends all ranks when one fails; None where a rank is alone, or NVSHMEM is used without a run's watcher."""
         ...
 
     def symmetric(self, name: str, *, nbytes: int) -> Symmetric:

@@ -32,7 +32,7 @@ class Tokenizer(Protocol):
     """What the project needs of a tokenizer.
 
     Attributes:
-        name: "bytes", or the file name of the definition (never a path).
+        name: "bytes", or the definition's file name behind that of its folder ("gpt2/tokenizer.json"), never a whole path.
         sha256: hex SHA-256 of the definition.
         vocab_size: ids lie in [0, vocab_size).
         eos_id: id written after every document.

@@ -125,9 +125,3 @@ class AdamW:
             for name, moments in self._moments.items()
             for kind, moment in zip(("first", "second"), moments, strict=True)
         }
-
-    def load(self, state: Mapping[str, torch.Tensor], *, num_updates: int) -> None:
-        """Takes back what `state` gave, and the number of updates done."""
-        for name, moment in self.state().items():
-            moment.copy_(state[name])
-        self.num_updates = num_updates

@@ -192,9 +192,3 @@ class Muon:
     def state(self) -> dict[str, Tensor]:
         """The momentum by name, as it is, not copied."""
         return {f"{name}.momentum": momentum for name, momentum in self._momentum.items()}
-
-    def load(self, state: Mapping[str, Tensor], *, num_updates: int) -> None:
-        """Takes back what `state` gave, and the number of updates done."""
-        for name, momentum in self.state().items():
-            momentum.copy_(state[name])
-        self.num_updates = num_updates

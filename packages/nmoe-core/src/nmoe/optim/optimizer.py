@@ -35,11 +35,7 @@ class Optimizer(Protocol):
         ...
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Every tensor that updates change, by name, as it is, not copied."""
-        ...
-
-    def load(self, state: Mapping[str, torch.Tensor], *, num_updates: int) -> None:
-        """Takes back what `state` gave, and the number of updates done."""
+        """Every tensor that updates change, by name, as it is, not copied: a checkpoint is read into it."""
         ...
 
 
@@ -67,11 +63,6 @@ class MatricesAndRest:
     def state(self) -> dict[str, torch.Tensor]:
         """See `Optimizer`."""
         return self._parts[0].state() | self._parts[1].state()
-
-    def load(self, state: Mapping[str, torch.Tensor], *, num_updates: int) -> None:
-        """See `Optimizer`."""
-        for part in self._parts:
-            part.load(state, num_updates=num_updates)
 
 
 def make_optimizer(

@@ -2,8 +2,9 @@
 """What lasts from one micro batch to the next beside a master weight: its rounded copy, and its gradient.
 
 Rounding the experts' fp32 weights for every product reads and writes 6 bytes a weight, up to a quarter of the layer's time
-where a micro batch is small; adding a fresh gradient to the one that exists, 12 more. The gradient of a held weight is
-added in place by the product that makes it; with ``copies`` the weight is rounded once after each change, into one buffer.
+where a micro batch is small; adding a fresh gradient to the one that exists, 12 more. Where one rank holds all experts
+(`nmoe.rdep.one_rank`), the gradient of a held weight is added in place by the product that makes it; with ``copies`` the
+weight is rounded once after each change, into one buffer.
 
 Both are asked for, because they have a price: the copy takes 2 bytes a weight, and a gradient that is added in place does
 not pass through autograd, so that hooks on it do not run and `torch.autograd.grad` gives None. Whatever replaces the
@@ -35,7 +36,7 @@ class _Held:
 
 
 def hold(master: nn.Parameter, *, copies: bool) -> None:
-    """Let the gradients of ``master`` add up in place, and with ``copies`` keep it rounded."""
+    """Let the gradients of ``master`` add up in place where they can, and with ``copies`` keep it rounded."""
     master.held = _Held(copies={} if copies else None)  # type: ignore[attr-defined]
 
 

@@ -35,7 +35,8 @@ NVFP4_RANGE = 6.0 * 448.0
 
 
 class Kernels(Protocol):
-    """What an implementation file defines. A packet is uint8 [packet_bytes(D)]; D is a multiple of 32."""
+    """What an implementation file defines. A packet is uint8 [packet_bytes(D)]; D is a multiple of 32; of 64
+    for nvfp4 on a GPU, where the scale of a row has to be aligned."""
 
     def push_packed(self, x_TD: Tensor, sends: Sends, count_PP2: Tensor, *, packets: Remote, wire: Wire) -> None:
         """Store each token's packet at each of its owners, in the places of `nmoe.ops.push`; quantised once a token."""
