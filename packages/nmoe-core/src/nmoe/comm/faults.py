@@ -48,4 +48,6 @@ def device_fault(ranks: Sequence[int]) -> PeerFault | None:
     if kind == LATE:
         return PeerFault(f"{where}: expected epoch {expected}, seen epoch {seen} at the end of the wait")
     source, epoch = seen >> 32, seen & 0x7FFFFFFF
-    return PeerFault(f"{where}: expected a row of epoch {expected}, seen one of rank {ranks[source]}, epoch {epoch}")
+    if 0 <= source < len(ranks):  # it was read from the row, and so may be anything
+        source = ranks[source]
+    return PeerFault(f"{where}: expected a row of epoch {expected}, seen one of rank {source}, epoch {epoch}")
