@@ -49,7 +49,7 @@ class Kernels(Protocol):
     def project_backward(
         self, dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, dx_TD: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """dx_TD, the gradient of x's other uses, plus this one's, rounded once to x's dtype; dweight_ED in weight's dtype;
+        """dx_TD, the gradient of x's other uses, plus this one's, in x's dtype; dweight_ED in weight's dtype;
         products and sums in A. It may write into what it is given."""
         ...
 
