@@ -13,6 +13,7 @@ import torch
 from cutlass import Float32, Int32, const_expr
 from torch import Tensor
 
+from nmoe.errors import EnvironmentFault
 from nmoe.ops._cute.build import compile_kernel, fake, kernel_cache
 
 __all__ = ["join", "split"]
@@ -214,7 +215,9 @@ def _width(*tensors: Tensor, columns: tuple[int, ...]) -> int:
             f"heads: found {tensors[0].dtype}, expected bfloat16; NMOE_ARCH=reference computes in other dtypes"
         )
     if any(width % 2 for width in columns):
-        raise ValueError(f"heads: found head widths {columns}, expected even ones")
+        raise EnvironmentFault(
+            f"heads: found head widths {columns}, expected even ones; NMOE_ARCH=reference takes others"
+        )
     aligned = all(t.data_ptr() % 16 == 0 and all(s * t.itemsize % 16 == 0 for s in t.stride()[:-1]) for t in tensors)
     return _WIDE if aligned and all(width % _WIDE == 0 for width in columns) else 2
 

@@ -13,6 +13,7 @@ import torch
 from cutlass import Float32, Int32, const_expr
 from torch import Tensor
 
+from nmoe.errors import EnvironmentFault
 from nmoe.ops._cute.build import compile_kernel, fake, kernel_cache
 
 __all__ = ["rotate"]
@@ -79,7 +80,9 @@ def rotate_kernel(dtype: str, interleaved: bool) -> Any:
 
 def rotate(x_TNH: Tensor, cos_TH: Tensor, sin_TH: Tensor, *, interleaved: bool) -> Tensor:
     if x_TNH.shape[2] % 2:
-        raise ValueError(f"rope: found head width {x_TNH.shape[2]}, expected an even one")
+        raise EnvironmentFault(
+            f"rope: found head width {x_TNH.shape[2]}, expected an even one; NMOE_ARCH=reference takes others"
+        )
     out_TNH = torch.empty(x_TNH.shape, dtype=x_TNH.dtype, device=x_TNH.device)
     if out_TNH.numel():
         rotate_kernel(str(x_TNH.dtype).removeprefix("torch."), interleaved)(x_TNH, cos_TH, sin_TH, out_TNH)

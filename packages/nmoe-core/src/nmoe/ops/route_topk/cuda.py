@@ -19,6 +19,7 @@ import torch
 from cutlass import BFloat16, Float32, Int32, const_expr
 from torch import Tensor
 
+from nmoe.errors import EnvironmentFault
 from nmoe.ops._cute.build import compile_kernel, fake, kernel_cache, sm_count
 from nmoe.ops.route_topk import Routing
 
@@ -339,9 +340,9 @@ def _route_backward_entry(
 
 def _check(experts: int, routing: Routing) -> None:
     if routing.top_k > 32 or routing.num_groups > 32 or experts > 1024:
-        raise ValueError(
-            f"route_topk: {experts} experts, top_k {routing.top_k}, {routing.num_groups} groups; "
-            "the kernel takes at most 1024, 32 and 32"
+        raise EnvironmentFault(
+            f"route_topk: found {experts} experts, top_k {routing.top_k}, {routing.num_groups} groups; "
+            "the kernel takes at most 1024, 32 and 32; NMOE_ARCH=reference takes others"
         )
 
 

@@ -12,6 +12,7 @@ import torch
 from cutlass import Float32, Int32
 from torch import Tensor
 
+from nmoe.errors import EnvironmentFault
 from nmoe.ops._cute.build import compile_kernel, fake, kernel_cache
 
 __all__ = ["backward", "forward"]
@@ -91,7 +92,10 @@ def swiglu_backward_kernel(dtype: str) -> Any:
 
 def _dtype(preact_T2F: Tensor) -> str:
     if preact_T2F.shape[1] % (2 * _PAIRS):
-        raise ValueError(f"swiglu: found width {preact_T2F.shape[1] // 2}, expected a multiple of {_PAIRS}")
+        raise EnvironmentFault(
+            f"swiglu: found width {preact_T2F.shape[1] // 2} (model.ffn_size, or that of the shared experts), expected a multiple "
+            f"of {_PAIRS}; NMOE_ARCH=reference takes others"
+        )
     return str(preact_T2F.dtype).removeprefix("torch.")
 
 
