@@ -99,6 +99,8 @@ def complete(state: State, body: dict[str, Any], fault: str = "") -> tuple[int, 
     refusal = _unsupported(state.options.dialect, body)
     if refusal:
         return refusal
+    if "top_q" in body:
+        return 400, {"error": {"message": "Unknown parameter: 'top_q'.", "type": "invalid_request_error"}}
     messages = body["messages"]
     asked = messages[-1]["content"]
     if body.get("logprobs"):  # the text in a turn of its own, an assistant's word, the question
@@ -113,6 +115,8 @@ def complete(state: State, body: dict[str, Any], fault: str = "") -> tuple[int, 
     if len(text) > state.options.context:
         message = f"This model's maximum context length is {state.options.context} characters."
         return 400, {"error": {"message": message, "type": "invalid_request_error", "code": "context_length_exceeded"}}
+    if "[[invalid]]" in text:
+        return 400, {"error": {"message": "invalid prompt", "type": "invalid_request_error"}}
     if "[[filtered]]" in text:
         return 200, _completion(messages, "", finish="content_filter")
     if "[[refused]]" in text:

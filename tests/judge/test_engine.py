@@ -208,6 +208,27 @@ def test_a_document_without_an_answer_fails_and_is_asked_again_by_the_next_run(s
     assert [one["score"] for one in scored()] == [0.0, 1.0, 2.0]
 
 
+def test_a_request_that_no_document_would_be_answered_with_ends_the_run_at_its_start(serve, score, corpus, tmp_path):
+    server = serve()
+    corpus(count=60)
+    wrong = ("--answer", "json_schema", "--request-option", "top_q=1", "--concurrency", "2")
+    said = score(server, "corpus.jsonl", *wrong, expect=2).stderr
+    assert "400 Unknown parameter: 'top_q'." in said
+    assert "look at --request-option" in said
+    assert server.stats()["requests"] <= 25  # 20 documents are read ahead, and wait for what the probe says
+    assert not (tmp_path / "scored" / "scored.json").exists()
+
+
+def test_a_first_document_that_the_server_refuses_ends_nothing(tmp_path, serve, score, scored):
+    server = serve()
+    texts = ["[[invalid]] one", "[[score=2]] two", "[[score=3]] three"]
+    lines = [json.dumps({"id": str(number), "text": text}) for number, text in enumerate(texts)]
+    (tmp_path / "c.jsonl").write_text("\n".join(lines))
+    score(server, "c.jsonl", "--answer", "json_schema", "--concurrency", "1")
+    assert [(one["outcome"], one["score"]) for one in scored()] == [("failed", None), ("ok", 2.0), ("ok", 3.0)]
+    assert server.stats()["requests"] == 4
+
+
 def test_a_server_that_is_not_there_is_named_at_once(hydra, corpus):
     corpus(count=20)
     given = (

@@ -12,7 +12,7 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,9 @@ class Request:
         return self.prompt_tokens + self.answer_tokens
 
 
+Probe = Callable[[Callable[[Request], Awaitable[Reply]]], Awaitable[None]]
+
+
 class Engine:
     """Answers requests from the cache or from servers.
 
@@ -92,6 +95,9 @@ class Engine:
         self._timer: asyncio.TimerHandle | None = None
         self._stop: NmoeError | None = None
         self._stopping = asyncio.Event()
+        self.probe: Probe | None = None
+        """Asks what any server takes: tells a document that is refused from a request that is wrong for all of them."""
+        self._probed: asyncio.Task[None] | None = None
         self.counts: Counter[str] = Counter()
         """requests, answers, cached, shared, rate_limited, timeout, dropped, status, garbled, prompt_tokens, answer_tokens."""
 
@@ -115,9 +121,42 @@ class Engine:
 
         Raises:
             RejectedError: if this request cannot be answered.
-            StoppedError, BudgetError, EnvironmentFault: if the run stops.
+            StoppedError, BudgetError, EnvironmentFault: if the run stops, as where no request like this would be answered.
             ServerError: after `request.faults_allowed` faults.
         """
+        try:
+            return await self._ask(request)
+        except RejectedError as refused:
+            if refused.status and self.probe and not (self.counts["answers"] or self.counts["cached"]):
+                self._probed = self._probed or asyncio.create_task(self._try(self.probe, refused))
+                await asyncio.shield(self._probed)
+            raise
+
+    async def _try(self, probe: Probe, refused: RejectedError) -> None:
+        """Stops the run where the probe is refused like the first document.
+
+        Raises:
+            EnvironmentFault: it is.
+        """
+        statuses = []
+
+        async def ask(request: Request) -> Reply:
+            try:
+                return await self._ask(request)
+            except RejectedError as fault:
+                statuses.append(fault.status)
+                raise
+
+        await probe(ask)
+        if refused.status in statuses:
+            self.stop(
+                EnvironmentFault(
+                    f"{refused}; it refused a text of our own as well, so all would be: look at --request-option, --answer and --model"
+                )
+            )
+            raise self._stop or refused
+
+    async def _ask(self, request: Request) -> Reply:
         known = self.cache.get(request.key)
         if known is not None:
             self.counts["cached"] += 1

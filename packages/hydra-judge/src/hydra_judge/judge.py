@@ -8,7 +8,7 @@ started again asks the same questions, finds their answers in the cache and writ
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 from hydra_judge.backends import RejectedError, ServerError
@@ -136,6 +136,10 @@ class Judge:
         by_part = [answers[start : start + self.votes] for start in range(0, len(answers), self.votes)]
         windows = [[part.start, part.end] for part in parts]
         return _scored(document, by_part, windows=windows, votes=self.votes)
+
+    async def probe(self, ask: Ask) -> None:
+        """Asks once about a short text of our own, as about a document: whether a server takes such requests at all."""
+        await replace(self, votes=1, attempts=1).document(_PROBE, ask)
 
     async def _vote(self, excerpt: Excerpt, ask: Ask, *, vote: int, order: int) -> Verdict | Fault:
         """One verdict on one excerpt; an answer that cannot be used is shown to the model with what was wrong."""

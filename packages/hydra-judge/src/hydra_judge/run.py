@@ -178,6 +178,7 @@ def _score_one_block(job: Job, number: int) -> dict[str, float]:
     async def work() -> dict[str, float]:
         began, progress = time.time(), Progress([job.blocks[number]])
         async with make_engine(job.servers, signals=False) as engine:
+            engine.probe = job.judge.probe
             try:
                 await _score(job, [number], engine=engine, progress=progress)
             finally:

@@ -200,7 +200,9 @@ async def make_engine(servers: Servers, *, signals: bool = True, quiet: bool = T
 async def make_judge(engine: Engine, judge: Judge, *, form: str) -> Judge:
     """The judge with its answer form; "auto" asks the server which it understands."""
     if form != "auto":
-        return replace(judge, form=form)
+        judge = replace(judge, form=form)
+        engine.probe = judge.probe
+        return judge
 
     def probe(candidate: str) -> Judge:
         return replace(judge, form=candidate, votes=1, temperature=0.0, attempts=6, faults_allowed=2)

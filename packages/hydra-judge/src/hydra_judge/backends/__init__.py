@@ -42,11 +42,13 @@ class RejectedError(Exception):
 
     Attributes:
         outcome: "too_long", "filtered" or "failed".
+        status: of HTTP, where it says no more about why than that the request is at fault; else 0.
     """
 
-    def __init__(self, detail: str, *, outcome: str):
+    def __init__(self, detail: str, *, outcome: str, status: int = 0):
         super().__init__(detail)
         self.outcome = outcome
+        self.status = status
 
 
 class Backend(Protocol):

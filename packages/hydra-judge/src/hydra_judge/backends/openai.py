@@ -140,7 +140,7 @@ class OpenAIBackend:
             return RejectedError(detail, outcome="filtered")
         if status == 413 or "context_length" in lowered or "context length" in lowered or "too long" in lowered:
             return RejectedError(detail, outcome="too_long")
-        return RejectedError(detail, outcome="failed")
+        return RejectedError(detail, outcome="failed", status=status)
 
 
 async def _within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
