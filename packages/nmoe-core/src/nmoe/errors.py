@@ -21,6 +21,7 @@ __all__ = [
     "NmoeError",
     "PeerFault",
     "free_bytes",
+    "is_of_the_disk",
     "is_out_of_memory",
     "line_of",
 ]
@@ -84,7 +85,7 @@ def line_of(error: BaseException, *, place: str | os.PathLike[str] | None = None
     if not isinstance(error, OSError):
         return None
     where = error.filename if error.filename is not None else place
-    if error.errno in _OF_THE_DISK:
+    if is_of_the_disk(error):
         return f"{'' if where is None else f'{where}: '}cannot write: {error.strerror}{_advice(error, where)}"
     if error.filename is not None:  # about a file of the user's
         return f"{error.filename}: {error.strerror}"
@@ -102,6 +103,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether Python, NumPy or PyTorch (on a GPU, on the CPU) got no memory."""
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return named or (isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY))
+
+
+def is_of_the_disk(error: BaseException) -> bool:
+    """Whether a disk is full, read-only or broken, which no stack says more about."""
+    return isinstance(error, OSError) and error.errno in _OF_THE_DISK
 
 
 def free_bytes(place: str | os.PathLike[str]) -> int:

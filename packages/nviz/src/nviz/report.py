@@ -53,8 +53,8 @@ def report(entry: Entry) -> str:
     warnings = [[alert.rule.level, alert.rule.name, alert.text] for alert in alerts.try_rules(entry, alerts.BUILT_IN)]
     spiked = [[s.name, f"{s.peak:,}", f"{s.value:.5g}", f"{s.usual:.5g}"] for s in found[:50]]
     plots = "".join(f'<div class="chart" id="chart-{number}"></div>' for number in range(len(figures)))
-    # "</" could end the script early, whatever name a run or a metric has.
-    data = json.dumps([json.loads(str(figure.to_json())) for figure in figures]).replace("</", "<\\/")
+    # "</script" ends a script early and "<!--<script" hides its end, whatever name a run or a metric has.
+    data = json.dumps([json.loads(str(figure.to_json())) for figure in figures]).replace("<", "\\u003c")
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{html.escape(entry.key)}</title><style>{_STYLE}</style><script>{get_plotlyjs()}</script></head><body>

@@ -136,7 +136,7 @@ class Attention:
     window: Natural = 0
     """Tokens that a query of a local layer sees, itself included; 0: every layer is global."""
     global_every: Natural = 0
-    """With `window`: every how manieth layer is global (4: three local, one global); 0: the last layer alone. The last
+    """With `window`: every n-th layer is global (4: three local, then one global); 0: the last layer alone. The last
     layer always is."""
 
     @property

@@ -15,7 +15,7 @@ from nmoe.checkpoint.store import list_checkpoints
 from nmoe.config import Config
 from nmoe.data.loader import Loader
 from nmoe.data.sources import open_train, open_val
-from nmoe.errors import PeerFault, line_of
+from nmoe.errors import NmoeError, PeerFault, is_of_the_disk, is_out_of_memory
 from nmoe.formats.metrics import MetricWriter
 from nmoe.formats.shards import ShardSet
 from nmoe.formats.tokenizers import ByteTokenizer
@@ -187,7 +187,7 @@ class _Run:
                 outcome = self._end(self._train())
         except Exception as error:
             end_all(self.ranks, error)
-            if line_of(error, place=self.folder.path) is None:
+            if not (isinstance(error, NmoeError) or is_out_of_memory(error) or is_of_the_disk(error)):
                 _log.error("the run failed", exc_info=True)
             line = f"{type(error).__name__}: {error}".splitlines()[0]
             self.folder.finish("failed", step=self.progress.step, error=line)
