@@ -11,6 +11,7 @@ All take `--config` (default: configs/moonlet.toml), `--rows` a GPU (8), `--laye
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -19,6 +20,8 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+
+from nmoe.commands import enter
 
 HERE = Path(__file__).parent
 
@@ -32,12 +35,16 @@ def result_of(*command: str | Path, limit_s: float) -> dict[str, Any]:
     alarm = threading.Timer(limit_s, os.killpg, (process.pid, signal.SIGKILL))
     alarm.start()
     last = ""
-    for line in process.stdout:
-        if line.strip():
-            last = line
-        print(f"  {line}", end="", flush=True)
-    status, late = process.wait(), not alarm.is_alive()
-    alarm.cancel()
+    try:
+        for line in process.stdout:
+            if line.strip():
+                last = line
+            print(f"  {line}", end="", flush=True)
+        status, late = process.wait(), not alarm.is_alive()
+    finally:
+        alarm.cancel()
+        with contextlib.suppress(ProcessLookupError):  # it is in a session of its own, where no Ctrl-C comes
+            os.killpg(process.pid, signal.SIGKILL)
     if status:
         raise SystemExit(f"not done in {limit_s:g} s" if late else f"failed with status {status}")
     return json.loads(last)
@@ -122,4 +129,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(enter("__main__", "main"))

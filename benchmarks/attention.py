@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from timing import dense_ceiling, milliseconds
 from torch import Tensor
 
+from nmoe.commands import enter
 from nmoe.ops.attention import kernels, reference
 
 DEVICE = torch.device("cuda")
@@ -259,4 +260,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(enter("__main__", "main"))

@@ -11,7 +11,6 @@ connection was closed with the answer unread. On a machine that is busy there ma
 
 import argparse
 import json
-import os
 import random
 import re
 import shutil
@@ -21,9 +20,14 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from judge_server import Server
+
+from nmoe.commands import enter
 
 ROOT = Path(__file__).parents[1]
 IN_FLIGHT = 128
@@ -33,21 +37,6 @@ FAULTS = (
     "trailing_comma=0.02,truncated=0.02,out_of_range=0.02,wrong_type=0.01,missing_axis=0.01,wrong_code=0.01,refused=0.02,"
     "declared_refusal=0.01,empty=0.02,two_objects=0.01"
 )
-
-
-class Server:
-    """A running test server."""
-
-    def __init__(self, *arguments: str):
-        command = [sys.executable, str(ROOT / "tests/judge/openai_server.py"), "--port", "0", *arguments]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        self.url = self.process.stdout.readline().strip()
-
-    def call(self, path: str, values: dict[str, Any] | None = None) -> dict[str, Any]:
-        data = None if values is None else json.dumps(values).encode()
-        with urllib.request.urlopen(self.url.removesuffix("/v1") + path, data=data, timeout=30) as answer:
-            return json.loads(answer.read())
 
 
 def write_corpus(path: Path, count: int) -> dict[str, float]:
@@ -135,41 +124,45 @@ class Account:
         self._living = self.server.call("/stats")["unread"]
 
 
-def bad_day(corpus: Path, folder: Path, options: argparse.Namespace) -> tuple[dict[str, Any], Account]:
+def bad_day(corpus: Path, folder: Path, options: argparse.Namespace, server: Server) -> tuple[dict[str, Any], Account]:
     """Scores the corpus under faults; returns the server's counts, and the account of the kills."""
-    server = Server("--latency", "0.05", "--jitter", "1", "--faults", FAULTS, "--retry-after", "0.3")
     rng, cache, documents = random.Random(time.time_ns()), folder / "bad.sqlite", options.documents
     account = Account(server, cache)
     moments = sorted(rng.sample(range(documents // 20, documents), options.kills))
     outage_at = rng.randrange(documents // 10, documents * 9 // 10)
-    log = (folder / "bad.log").open("w")
-    process = None
+    status = None
     for moment in [*moments, None]:
-        process = subprocess.Popen(command(corpus, server.url, folder, "bad"), stderr=log, stdout=log)
-        stop_at = kept(cache) + documents // 40 if options.stop else None
-        while process.poll() is None and (moment is None or kept(cache) < moment):
-            if outage_at is not None and kept(cache) >= outage_at:
-                server.call("/control", {"outage": options.outage})
-                print(f"outage of {options.outage:g} s at {kept(cache)} answers", flush=True)
-                outage_at = None
-            if stop_at is not None and kept(cache) >= stop_at:
-                process.send_signal(signal.SIGSTOP)
-                time.sleep(options.stop)
-                process.send_signal(signal.SIGCONT)
-                print(f"stopped for {options.stop:g} s at {kept(cache)} answers", flush=True)
-                stop_at = None
-            time.sleep(0.05)
-        account.before_end()
-        if moment is not None:
-            assert process.poll() is None, f"ended before the kill; see {folder / 'bad.log'}"
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait()
+        with (folder / "bad.log").open("a") as log, running(command(corpus, server.url, folder, "bad"), log) as process:
+            stop_at = kept(cache) + documents // 40 if options.stop else None
+            while process.poll() is None and (moment is None or kept(cache) < moment):
+                if outage_at is not None and kept(cache) >= outage_at:
+                    server.call("/control", {"outage": options.outage})
+                    print(f"outage of {options.outage:g} s at {kept(cache)} answers", flush=True)
+                    outage_at = None
+                if stop_at is not None and kept(cache) >= stop_at:
+                    process.send_signal(signal.SIGSTOP)
+                    time.sleep(options.stop)
+                    process.send_signal(signal.SIGCONT)
+                    print(f"stopped for {options.stop:g} s at {kept(cache)} answers", flush=True)
+                    stop_at = None
+                time.sleep(0.05)
+            account.before_end()
+            assert moment is None or process.poll() is None, f"ended before the kill; see {folder / 'bad.log'}"
+            status = process.poll()
         account.close(killed=moment is not None)
-    assert process is not None
-    assert process.returncode == 0, (folder / "bad.log").read_text()[-2000:]
-    stats = server.call("/stats")
-    server.process.kill()
-    return stats, account
+    assert status == 0, (folder / "bad.log").read_text()[-2000:]
+    return server.call("/stats"), account
+
+
+@contextmanager
+def running(arguments: list[str], log: TextIO) -> Iterator[subprocess.Popen[bytes]]:
+    """A command that is killed where the block is left before it has ended."""
+    process = subprocess.Popen(arguments, stderr=log, stdout=log)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def scores(folder: Path) -> dict[str, float]:
@@ -202,12 +195,12 @@ def main() -> None:
     corpus = folder / "corpus.jsonl"
     expected = write_corpus(corpus, options.documents)
     began = time.monotonic()
-    stats, account = bad_day(corpus, folder, options)
+    with Server("--latency", "0.05", "--jitter", "1", "--faults", FAULTS, "--retry-after", "0.3") as server:
+        stats, account = bad_day(corpus, folder, options, server)
     print(f"bad day: {time.monotonic() - began:.0f} s")
-    calm = Server()
-    subprocess.run(command(corpus, calm.url, folder, "calm"), check=True, stderr=subprocess.DEVNULL)
-    calm_stats = calm.call("/stats")
-    calm.process.kill()
+    with Server() as calm:
+        subprocess.run(command(corpus, calm.url, folder, "calm"), check=True, stderr=subprocess.DEVNULL)
+        calm_stats = calm.call("/stats")
     found = scores(folder / "bad")
     wrong = {id for id in expected if found.get(id) != expected[id]}
     differ = same_files(folder / "bad", folder / "calm")
@@ -224,4 +217,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(enter("__main__", "main"))

@@ -23,6 +23,8 @@ from pathlib import Path
 import numpy as np
 from judge_local_documents import documents
 
+from nmoe.commands import enter
+
 BIN = Path(sys.executable).parent
 WANTED = 0.95
 
@@ -95,4 +97,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(enter("__main__", "main"))

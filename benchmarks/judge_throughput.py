@@ -22,10 +22,12 @@ from pathlib import Path
 
 import httpx2
 import openai
+from judge_server import Server
 
 from hydra_judge.judge import Judge
 from hydra_judge.prompt import excerpts, messages
 from hydra_judge.rubric import load_rubric
+from nmoe.commands import enter
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -35,13 +37,6 @@ MEASURE = (
     "try: cli.main()\n"
     "finally: print('MEMORY', base, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 'CPU', time.process_time() - cpu)"
 )
-
-
-def start_server(*arguments: str) -> tuple[subprocess.Popen[str], str]:
-    command = [sys.executable, str(ROOT / "tests/judge/openai_server.py"), "--port", "0", *arguments]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert server.stdout is not None
-    return server, server.stdout.readline().strip()
 
 
 def text(number: int, *, size: int = 1500) -> str:
@@ -70,11 +65,10 @@ def judge(corpus: Path, url: str, folder: Path, concurrency: int) -> tuple[float
 
 
 def latency(folder: Path) -> None:
-    server, url = start_server("--latency", "2")
     count = 256 * 30
     write_corpus(folder / "corpus.jsonl", count)
-    seconds, cpu, _ = judge(folder / "corpus.jsonl", url, folder, 256)
-    server.kill()
+    with Server("--latency", "2") as server:
+        seconds, cpu, _ = judge(folder / "corpus.jsonl", server.url, folder, 256)
     print(
         f"latency: {count / seconds:.1f} documents/s of 128 ({count / seconds / 128:.1%}), {count} documents, 2 s, 256 in flight; "
         f"{cpu / count * 1e3:.2f} ms of processor a document"
@@ -106,19 +100,15 @@ def saturation(folder: Path) -> None:
         (part,) = excerpts(text(number), rubric=rubric)
         chat = messages(part, rubric=rubric, form="json_schema")
         bodies.append(asked.request(part, chat, vote=0, attempt=0, order=0).body)
-    server, url = start_server()
-    limits = httpx2.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-    rates = {
-        "aiohttp": asyncio.run(
-            bare(url, bodies, concurrency, openai.DefaultAioHttpClient(limits=limits, trust_env=False))
-        ),
-        "default": asyncio.run(
-            bare(url, bodies, concurrency, openai.DefaultAsyncHttpxClient(limits=limits, trust_env=False))
-        ),
-    }
     write_corpus(folder / "corpus.jsonl", count)
-    seconds, cpu, _ = judge(folder / "corpus.jsonl", url, folder, concurrency)
-    server.kill()
+    limits = httpx2.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+    clients = {"aiohttp": openai.DefaultAioHttpClient, "default": openai.DefaultAsyncHttpxClient}
+    with Server() as server:
+        rates = {
+            name: asyncio.run(bare(server.url, bodies, concurrency, client(limits=limits, trust_env=False)))
+            for name, client in clients.items()
+        }
+        seconds, cpu, _ = judge(folder / "corpus.jsonl", server.url, folder, concurrency)
     for name, (rate, each) in rates.items():
         print(
             f"saturation: bare client, {name} transport: {rate:.0f} requests/s, {each * 1e3:.2f} ms of processor each"
@@ -132,11 +122,10 @@ def saturation(folder: Path) -> None:
 
 
 def memory(folder: Path) -> None:
-    server, url = start_server()
     write_corpus(folder / "corpus.jsonl", 2000, size=1 << 20)
     size = (folder / "corpus.jsonl").stat().st_size
-    _, cpu, above = judge(folder / "corpus.jsonl", url, folder, 64)
-    server.kill()
+    with Server() as server:
+        _, cpu, above = judge(folder / "corpus.jsonl", server.url, folder, 64)
     print(f"memory: {above:.0f} MiB above the imports, for {size / 1e9:.2f} GB ({cpu:.0f} s of processor)")
 
 
@@ -149,4 +138,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(enter("__main__", "main"))

@@ -20,6 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from nmoe.commands import enter
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "distributed"))
 
 from commands import CONFIG, Command, alive, figures
@@ -102,4 +104,4 @@ def steps_of_this_start(command: Command) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(enter("__main__", "main"))

@@ -16,6 +16,7 @@ import torch
 from timing import dense_ceiling, milliseconds
 from torch import Tensor
 
+from nmoe.commands import enter
 from nmoe.ops import registry
 from nmoe.ops.cross_entropy import IGNORED, kernels, reference
 
@@ -149,4 +150,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(enter("__main__", "main"))

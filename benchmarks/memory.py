@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from nmoe.commands import enter
 from nmoe.config import Config, load_config
 from nmoe.model.transformer import Transformer
 from nmoe.train.memory import recompute_choices
@@ -77,4 +78,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(enter("__main__", "main"))

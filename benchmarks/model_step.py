@@ -14,6 +14,7 @@ import torch
 from timing import dense_ceiling, milliseconds
 
 from nmoe.comm.local import Local
+from nmoe.commands import enter
 from nmoe.config import load_config
 from nmoe.model.transformer import IGNORED, Transformer
 from nmoe.train.throughput import device_peak, flop_per_token
@@ -89,4 +90,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(enter("__main__", "main"))

@@ -30,6 +30,8 @@ import torch
 from moe_peers import DEVICE, HALF, PEERS
 from torch import Tensor, nn
 
+from nmoe.commands import enter
+
 SHAPES = [  # T, D, F, E, K
     (32768, 2048, 1408, 64, 6),
     (32768, 4096, 256, 256, 16),
@@ -297,4 +299,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(enter("__main__", "main"))

@@ -22,6 +22,8 @@ from itertools import product
 import torch
 from moe_layer import SHAPES, dense
 
+from nmoe.commands import enter
+
 DEVICE, HALF, BANDWIDTH, SMS = "cuda", torch.bfloat16, 4.3e12, 132
 PINGPONG = [(128, 128), (128, 160), (128, 192), (192, 128), (64, 256), (64, 192), (64, 128)]
 COOPERATIVE = [(128, 256), (128, 224), (256, 128), (256, 160), (256, 192)]
@@ -248,4 +250,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(enter("__main__", "main"))

@@ -32,6 +32,8 @@ from pathlib import Path
 import duckdb
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from nmoe.commands import enter
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 spec = importlib.util.spec_from_file_location("nviz_write_run", REPOSITORY / "tests" / "nviz" / "write_run.py")
 assert spec is not None
@@ -293,7 +295,7 @@ def trainer(folder: Path) -> None:
     context = multiprocessing.get_context("fork")
     phases: multiprocessing.Queue[str] = context.Queue()
     result: multiprocessing.Queue[dict[str, list[Step]]] = context.Queue()
-    process = context.Process(target=_train, args=(folder, phases, result))
+    process = context.Process(target=_train, args=(folder, phases, result), daemon=True)
     process.start()
     os.sched_setaffinity(0, {1})  # the browser inherits it
     faults = 0
@@ -318,7 +320,7 @@ def trainer(folder: Path) -> None:
             phases.put("alone")
             time.sleep(3)
             phases.put("beside a process that spins")
-            spinning = context.Process(target=_spin)
+            spinning = context.Process(target=_spin, daemon=True)
             spinning.start()
             time.sleep(4)
             spinning.terminate()
@@ -346,4 +348,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(enter("__main__", "main"))

@@ -21,6 +21,7 @@ from timing import milliseconds
 from torch.optim.adamw import adamw
 
 from nmoe import arch
+from nmoe.commands import enter
 from nmoe.ops import gram, registry
 from nmoe.ops.adamw import Rule
 from nmoe.optim.muon import orthogonalize
@@ -88,4 +89,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(enter("__main__", "main"))

@@ -30,6 +30,7 @@ from nmoe.comm.communicator import Communicator
 from nmoe.comm.ipc import Ipc
 from nmoe.comm.local import Local
 from nmoe.comm.remote import Phase
+from nmoe.commands import enter
 from nmoe.ops import give_back, group, push, receive
 from nmoe.ops import plan as plan_op
 from nmoe.ops.push import cuda as push_cuda
@@ -346,8 +347,12 @@ def main() -> int:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         command = [sys.executable, *sys.argv, "--ranks", str(size), "--store", f"{folder}/store"]
         started = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(size)]
-        return max(process.wait() for process in started)
+        try:
+            return max(process.wait() for process in started)
+        finally:
+            for process in started:
+                process.kill()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(enter("__main__", "main"))

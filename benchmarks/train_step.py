@@ -27,6 +27,7 @@ import torch
 from timing import kernel_table
 
 from nmoe import arch
+from nmoe.commands import enter
 from nmoe.config import Config, load_config
 from nmoe.data.loader import Loader
 from nmoe.data.sources import open_train
@@ -171,4 +172,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(enter("__main__", "main"))

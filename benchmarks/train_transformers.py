@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import transformers
 
+from nmoe.commands import enter
 from nmoe.config import Config, load_config
 from nmoe.model.hf import config_to_hf
 from nmoe.train.stopwatch import Stopwatch
@@ -139,4 +140,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(enter("__main__", "main"))

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from nmoe.commands import enter
 from nmoe.config import load_config
 from nmoe.train.warm_up import warm_up
 
@@ -145,4 +146,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(enter("__main__", "main"))

@@ -156,10 +156,12 @@ def test_a_data_set_of_a_hub_is_read_over_its_protocol(tmp_path, serve, score, s
     )
     assert hub.stdout is not None
     environment |= {"HF_ENDPOINT": hub.stdout.readline().strip(), "HF_HOME": str(tmp_path / "hf")}
-    said = score(serve(), "hf://acme/corpus:small/test", "--answer", "json_schema")
-    hub.kill()
-    hub.wait()
-    hub.stdout.close()
+    try:
+        said = score(serve(), "hf://acme/corpus:small/test", "--answer", "json_schema")
+    finally:
+        hub.kill()
+        hub.wait()
+        hub.stdout.close()
     assert "8 documents: 8 ok; quarantined: 1 empty_text" in said.stdout
     assert [(one["id"], one["score"]) for one in scored()] == [(f"h{n}", float(n % 6)) for n in range(8)]
     assert {one["source"] for one in scored()} == {"hf://acme/corpus:small/test"}
