@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny model, shards of text that comes with Python, and `nmoe-train` as a real process."""
 
+import multiprocessing
 import os
-import subprocess
+import signal
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -80,17 +82,71 @@ def tiny(tiny_text: str) -> Callable[..., Config]:
     return lambda *overrides: parse_config(tiny_text, where="tiny.toml", name="tiny", overrides=overrides)
 
 
-@pytest.fixture(scope="session")
-def start_train(tiny_text: str) -> Callable[..., "subprocess.Popen[str]"]:
-    """Starts `nmoe-train` on the tiny config in a folder: `start_train(folder, "train.steps=3", "--fresh")`."""
+class Forked:
+    """A command as a process of its own, forked from the tests: PyTorch is loaded already, so a start takes no seconds.
 
-    def start(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
+    Args:
+        command: what the command calls.
+        folder: where it runs.
+        arguments: its command line.
+    """
+
+    def __init__(self, command: Callable[[list[str]], int], folder: Path, arguments: Sequence[str]):
+        import torch._dynamo  # noqa: F401  what a training run imports: seconds, once here and not once a process
+
+        self._files = [folder / f"{name}-{time.monotonic_ns()}" for name in ("stdout", "stderr")]
+        self._process = multiprocessing.get_context("fork").Process(target=self._be, args=(command, folder, arguments))
+        self._process.start()
+
+    def _be(self, command: Callable[[list[str]], int], folder: Path, arguments: Sequence[str]) -> None:
+        import torch
+
+        os.chdir(folder)
+        for number, path in enumerate(self._files, start=1):
+            os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), number)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)  # OpenMP's threads are not forked; a team of more than one would wait for them
+        sys.exit(command([str(argument) for argument in arguments]))
+
+    def poll(self) -> int | None:
+        """Its exit status, minus a signal's number; None while it runs."""
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def finish(self, *, expect: int = 0) -> tuple[str, str]:
+        """What it wrote to stdout and to stderr, when it has ended with that exit status."""
+        self._process.join(timeout=200)
+        if self.poll() is None:
+            self._process.kill()
+            self._process.join()
+        assert self.poll() == expect, self.said
+        return self.said
+
+    @property
+    def said(self) -> tuple[str, str]:
+        out, err = (path.read_text(errors="replace") if path.exists() else "" for path in self._files)
+        return out, err
+
+
+@pytest.fixture(scope="session")
+def forked() -> type[Forked]:
+    return Forked
+
+
+@pytest.fixture(scope="session")
+def start_train(tiny_text: str) -> Callable[..., Forked]:
+    """Starts `nmoe-train` on the tiny config in a folder: `start_train(folder, "train.steps=3", "--fresh")`."""
+    from nmoe import cli
+
+    def start(folder: Path, *arguments: str) -> Forked:
         (folder / "tiny.toml").write_text(tiny_text)
-        command = [str(Path(sys.executable).parent / "nmoe-train"), "tiny.toml"]
-        for argument in arguments:
-            command += [argument] if argument.startswith("--") else ["--set", argument]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        pipe = subprocess.PIPE
-        return subprocess.Popen(command, cwd=folder, env=environment, text=True, stdout=pipe, stderr=pipe)
+        words = [word for one in arguments for word in ([one] if one.startswith("--") else ["--set", one])]
+        return Forked(cli.train, folder, ["tiny.toml", *words])
 
     return start

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""nmoe-convert and nmoe-generate on a run of the trainer, as processes."""
+"""nmoe-convert and nmoe-generate on a run of the trainer, each once as a process."""
 
 import contextlib
 import importlib
@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nmoe import cli
 from nmoe.checkpoint.load import load_weights
 from nmoe.checkpoint.store import find_checkpoint
 from nmoe.convert import import_folder
@@ -56,12 +57,11 @@ def reference_arch(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
+def run(tmp_path_factory, forked) -> Path:
     """A run of three steps on the text that comes with Python."""
     root = tmp_path_factory.mktemp("work")
     sets = [f"--set={item}" for item in SMALL]
-    done = _run("nmoe.cli:train", ROOT / "configs/quickstart.toml", *sets, cwd=root)
-    assert done.returncode == 0, done.stderr
+    forked(cli.train, root, [ROOT / "configs/quickstart.toml", *sets]).finish()
     return root / "runs" / "quickstart"
 
 
@@ -199,7 +199,7 @@ def test_import_of_a_folder_whose_json_is_of_another_kind_is_one_line(tmp_path, 
     assert message in done.stderr
 
 
-def test_training_goes_on_from_an_imported_model(run, tmp_path):
+def test_training_goes_on_from_an_imported_model(run, tmp_path, forked):
     assert _call("nmoe.convert:main", "to-hf", run, tmp_path / "hf", "--dtype", "fp32").returncode == 0
     assert _call("nmoe.convert:main", "from-hf", tmp_path / "hf", tmp_path / "imported").returncode == 0
     config = tmp_path / "imported" / "config.toml"
@@ -213,8 +213,7 @@ def test_training_goes_on_from_an_imported_model(run, tmp_path):
         "optim.learning_rate=1e-30",
     ]
     sets += ["optim.weight_decay=0.0", "moe.bias_update_rate=0.0", "train.dtype=fp32"]
-    done = _run("nmoe.cli:train", config, *(f"--set={item}" for item in sets), cwd=run.parents[1])
-    assert done.returncode == 0, done.stderr
+    forked(cli.train, run.parents[1], [config, *(f"--set={item}" for item in sets)]).finish()
     trained = load_run(run.parent / "imported").state_dict()
     for name, value in load_run(run).state_dict().items():
         torch.testing.assert_close(trained[name], value, rtol=1e-6, atol=1e-7)

@@ -8,6 +8,7 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -19,12 +20,7 @@ from nmoe.formats.metrics import open_store
 from nmoe.formats.runs import read_run
 
 STEPS = 60
-
-
-def finish(process, *, expect: int = 0) -> tuple[str, str]:
-    out, err = process.communicate(timeout=200)
-    assert process.returncode == expect, err
-    return out, err
+BIN = Path(sys.executable).parent
 
 
 def rows(run: Path) -> list[tuple]:
@@ -48,7 +44,7 @@ def wait_for_step(run: Path, step: int, process) -> None:
         done = [int(n) for n in re.findall(r"step +(\d+)/", log.read_text(errors="replace"))] if log.exists() else []
         if done and max(done) >= step:
             return
-        assert process.poll() is None, process.stderr.read()
+        assert process.poll() is None, process.said
         time.sleep(0.005)
     raise AssertionError(f"{run} did not reach step {step}")
 
@@ -73,7 +69,7 @@ def uninterrupted(tmp_path_factory, start_train):
 
     reader = threading.Thread(target=read)
     reader.start()
-    out, _ = finish(process)
+    out, _ = process.finish()
     done.set()
     reader.join()
     return run, out, failures, reads[0]
@@ -133,18 +129,16 @@ def test_killed_and_stopped_run_goes_on_bit_for_bit_and_the_store_has_every_step
         wait_for_step(run, moment, process)
         time.sleep(random.random() * 0.02)
         process.send_signal(number)
-        out, _ = process.communicate()
+        out, _ = process.finish(expect=-number if number == signal.SIGKILL else 128 + number)
         ids.add(read_run(run).id)
         if number == signal.SIGKILL:
-            assert process.returncode == -number, f"{moments}: the run was over"
             continue
-        assert process.returncode == 128 + number, f"{moments}: the run was over"
         stopped = read_run(run)
         assert stopped.status == "stopped"
         assert list_checkpoints(run / "checkpoints")[-1].name == f"step-{stopped.step:08d}"
         assert "the same command again" in out
     stopped = read_run(run)
-    _, err = finish(start_train(tmp_path))
+    _, err = start_train(tmp_path).finish()
     assert f"going on with runs/tiny at step {stopped.step + 1} of" in err, moments
     assert rows(run) == rows(reference), moments
     assert [row[0::2] for row in spans(run)] == [row[0::2] for row in spans(reference)], moments
@@ -156,18 +150,17 @@ def test_killed_and_stopped_run_goes_on_bit_for_bit_and_the_store_has_every_step
 def test_full_disk_stops_no_training_and_the_older_checkpoint_stays(uninterrupted, tmp_path, start_train):
     """A file system of its own for the checkpoints, with room for one; then the same command where there is room."""
     options = ("train.steps=20", "checkpoint.every=5", "schedule.decay_steps=0")
-    process = start_train(tmp_path, *options, "train.steps=5")
-    finish(process)
-    run, command = tmp_path / "runs" / "tiny", process.args
-    assert isinstance(command, list)
+    start_train(tmp_path, *options, "train.steps=5").finish()
+    run = tmp_path / "runs" / "tiny"
+    command = [BIN / "nmoe-train", "tiny.toml", *(word for option in options for word in ("--set", option))]
     record = json.loads((run / "run.json").read_text())
     (run / "run.json").write_text(json.dumps(record | {"status": "stopped"}))
     size = sum(path.stat().st_size for path in (run / "checkpoints").rglob("*.*"))
     script = (
         f"cp -r runs/tiny/checkpoints kept && mount -t tmpfs -o size={size * 3 // 2} tmpfs runs/tiny/checkpoints"
         " && cp -r kept/. runs/tiny/checkpoints && {train}; echo status $?; nmoe-checkpoint verify runs/tiny"
-    ).replace("{train}", shlex.join([*command[:-1], "train.steps=20"]))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{Path(command[0]).parent}:{os.environ['PATH']}"}
+    ).replace("{train}", shlex.join(map(str, command)))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
     full = subprocess.run(
         ["unshare", "-rm", "sh", "-c", script],
         cwd=tmp_path,
@@ -188,7 +181,7 @@ def test_full_disk_stops_no_training_and_the_older_checkpoint_stays(uninterrupte
         assert store.execute(failures).fetchall() == [(10, 1), (15, 2), (20, 3)]
         assert store.execute("SELECT max(step) FROM metrics WHERE name = 'train/loss'").fetchall() == [(20,)]
     assert read_run(run).status == "failed"
-    _, err = finish(start_train(tmp_path, *options))
+    _, err = start_train(tmp_path, *options).finish()
     assert "at step 6 of 20" in err
     losses = "SELECT step, value FROM metrics WHERE name = 'train/loss' AND step <= 20 ORDER BY step"
     with open_store(run) as store, open_store(uninterrupted[0]) as reference:

@@ -368,11 +368,10 @@ def test_run_killed_while_it_writes_a_checkpoint_goes_on_to_the_same_bits(finish
     building = tmp_path / "runs" / "tiny" / "checkpoints"
     deadline = time.monotonic() + 120
     while not any(int(path.name[6:14]) > 4 for path in building.glob(".step-*.tmp")):
-        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+        assert process.poll() is None, process.said
         assert time.monotonic() < deadline
-    process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    process.send_signal(signal.SIGKILL)
+    process.finish(expect=-signal.SIGKILL)
     assert list_checkpoints(building)
     assert nmoe_train(tmp_path, *often) == 0
     log = (tmp_path / "runs" / "tiny" / "log.txt").read_text()
