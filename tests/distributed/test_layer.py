@@ -24,7 +24,8 @@ def cases(size: int) -> dict[str, Case]:
     base = Case(tokens=TOKENS[:size])
     some = replace(base, tokens=(5, 41, 20, 33, 2, 9, 17, 50)[:size], top_k=3)
     found = {f"K={k}": replace(base, top_k=k) for k in range(1, 9)}
-    found |= {f"D={width}": replace(some, width=width, expert_width=4) for width in (65, 1000, 7168)}
+    wide = replace(some, tokens=(5, 11, 3, 7, 2, 0, 4, 10)[:size], expert_width=4)
+    found |= {f"D={width}": replace(wide, width=width) for width in (65, 1000, 7168)}
     found |= {
         "no token": replace(base, tokens=(0,) * size),
         "one token": replace(base, tokens=(0,) * (size - 1) + (1,)),
@@ -54,36 +55,41 @@ def judge(case: Case, parts: list[Figures], *, salt: int = 0) -> None:
     assert max(errors.values()) <= LIMIT[case.dtype], errors
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_shared_experts_equal_those_of_one_rank(size):
-    chosen = cases(size)
-    ranks = run_ranks(size, on_ranks, list(chosen.values()))
+@pytest.fixture(scope="module", params=SIZES)
+def figures(request) -> tuple[int, dict[str, list[Figures]]]:
+    """How many ranks, and what each of them found for each case."""
+    chosen = cases(request.param)
+    ranks = run_ranks(request.param, on_ranks, list(chosen.values()))
+    return request.param, {name: [rank[number][0] for rank in ranks] for number, name in enumerate(chosen)}
+
+
+def test_shared_experts_equal_those_of_one_rank(figures):
+    size, found = figures
     wrong = {}
-    for number, (name, case) in enumerate(chosen.items()):
+    for name, case in cases(size).items():
         try:
-            judge(case, [rank[number][0] for rank in ranks])
+            judge(case, found[name])
         except AssertionError as error:
             wrong[name] = str(error)
     assert wrong == {}
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_experts_without_a_token_have_zero_gradients(size):
-    case = cases(size)["empty experts"]
-    ranks = run_ranks(size, on_ranks, [case])
+def test_experts_without_a_token_have_zero_gradients(figures):
     for name in ("dw13_X2FD", "dw2_XDF"):
-        gradient = torch.cat([rank[0][0][name] for rank in ranks])
+        gradient = torch.cat([part[name] for part in figures[1]["empty experts"]])
         assert (gradient[::3] == 0).all()
         assert (gradient[1::3] != 0).any(dim=(1, 2)).all()
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_two_runs_are_equal_to_the_bit(size):
-    chosen = [replace(case, dtype=torch.float32) for case in cases(size).values() if case.dtype == torch.float64]
-    one, two = (run_ranks(size, on_ranks, chosen) for _ in range(2))
-    for a, b in zip(one, two, strict=True):
-        for x, y in zip(a, b, strict=True):
-            assert all(torch.equal(x[0][name], y[0][name]) for name in x[0])
+def test_two_runs_are_equal_to_the_bit(figures):
+    """Whatever sums in an order of its own: several experts of a token, rounds, what is computed again, exact sizes."""
+    size, found = figures
+    names = ["K=3", "K=8", "empty experts", "one expert of three", "one rank in rounds", "little room"]
+    names += ["nothing kept in rounds", "exact sizes", "torch.float32 K=8", "torch.bfloat16 half the room"]
+    again = run_ranks(size, on_ranks, [cases(size)[name] for name in names])
+    for rank, parts in enumerate(again):
+        for name, (part,) in zip(names, parts, strict=True):
+            assert all(torch.equal(part[figure], value) for figure, value in found[name][rank].items()), name
 
 
 def two_forwards(exchange: Exchange, case: Case) -> list[Figures]:
@@ -136,9 +142,11 @@ def beside_collectives(exchange: Exchange, case: Case) -> list[Figures]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("work", [two_forwards, recomputed, beside_collectives])
-@pytest.mark.parametrize("capacity", [2.0, 0.5])
-def test_calls_may_overlap_with_others(work, capacity, size):
-    case = Case(tokens=(5, 41, 20, 0, 2, 9, 17, 50)[:size], top_k=3, capacity=capacity)
-    ranks = run_ranks(size, on_ranks, [case], work)
-    for number in range(len(ranks[0][0])):
-        judge(case, [rank[0][number] for rank in ranks], salt=number + 1)
+def test_calls_may_overlap_with_others(work, size):
+    """With room for all rows, and in rounds."""
+    roomy = Case(tokens=(5, 41, 20, 0, 2, 9, 17, 50)[:size], top_k=3)
+    chosen = [roomy, replace(roomy, capacity=0.5)]
+    ranks = run_ranks(size, on_ranks, chosen, work)
+    for case, parts in zip(chosen, zip(*ranks, strict=True), strict=True):
+        for salt, figures in enumerate(zip(*parts, strict=True), start=1):
+            judge(case, list(figures), salt=salt)
