@@ -75,10 +75,10 @@ def write_corpus(path: Path, count: int) -> dict[str, float]:
     return expected
 
 
-def command(corpus: Path, url: str, folder: Path, name: str) -> list[str]:
+def command(corpus: Path, url: str, folder: Path, name: str, *, timeout: float = 30.0) -> list[str]:
     return [
         str(BIN / "hydra-judge"), "score", str(corpus), "--rubric", "educational", "--base-url", url, "--model", "test-model",
-        "--answer", "json_schema", "--concurrency", str(IN_FLIGHT), "--timeout", "30", "--output", str(folder / name), "--cache",
+        "--answer", "json_schema", "--concurrency", str(IN_FLIGHT), "--timeout", str(timeout), "--output", str(folder / name), "--cache",
         str(folder / f"{name}.sqlite"),
     ]  # fmt: skip
 
@@ -130,9 +130,9 @@ def bad_day(corpus: Path, folder: Path, options: argparse.Namespace, server: Ser
     account = Account(server, cache)
     moments = sorted(rng.sample(range(documents // 20, documents), options.kills))
     outage_at = rng.randrange(documents // 10, documents * 9 // 10)
-    status = None
+    status, asked = None, command(corpus, server.url, folder, "bad", timeout=options.timeout)
     for moment in [*moments, None]:
-        with (folder / "bad.log").open("a") as log, running(command(corpus, server.url, folder, "bad"), log) as process:
+        with (folder / "bad.log").open("a") as log, running(asked, log) as process:
             stop_at = kept(cache) + documents // 40 if options.stop else None
             while process.poll() is None and (moment is None or kept(cache) < moment):
                 if outage_at is not None and kept(cache) >= outage_at:
@@ -187,6 +187,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=20_000)
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--outage", type=float, default=60.0)
+    parser.add_argument("--timeout", type=float, default=30.0, help="seconds that the judge waits for an answer")
     parser.add_argument(
         "--stop", type=float, default=0.0, help="also stop every run once, for so many seconds, by SIGSTOP"
     )

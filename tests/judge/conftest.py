@@ -3,10 +3,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ import pytest
 
 BIN = Path(sys.executable).parent
 SERVER = Path(__file__).with_name("openai_server.py")
+STARTER = Path(__file__).with_name("starter.py")
+
+Ended = subprocess.CompletedProcess[str]
 
 
 class Server:
@@ -73,20 +78,56 @@ def environment(tmp_path: Path) -> dict[str, str]:
     }
 
 
+class Starter:
+    """A running `starter.py`."""
+
+    def __init__(self) -> None:
+        pipe = subprocess.PIPE
+        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # it forks, and so should have no thread
+        self._process = subprocess.Popen(
+            [sys.executable, str(STARTER)], env=environment, stdin=pipe, stdout=pipe, text=True, bufsize=1
+        )
+
+    def run(self, arguments: Sequence[str], *, folder: Path, environment: dict[str, str], stdin: str) -> Ended:
+        """Runs one command to its end; after four minutes it is ended."""
+        streams = [folder / f".std{name}" for name in ("in", "out", "err")]
+        for stream, text in zip(streams, (stdin, "", ""), strict=True):
+            stream.write_text(text)
+        wanted = {"arguments": arguments, "folder": folder, "environment": environment, "streams": streams}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(wanted, default=str) + "\n")
+        pid = int(self._process.stdout.readline())
+        clock = threading.Timer(240, os.kill, [pid, signal.SIGKILL])
+        clock.start()
+        status = int(self._process.stdout.readline())
+        clock.cancel()
+        _, out, err = (stream.read_text() for stream in streams)
+        for stream in streams:
+            stream.unlink()
+        return Ended(arguments, status, out, err)
+
+    def stop(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=10)
+        self._process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def starter() -> Iterator[Starter]:
+    starter = Starter()
+    yield starter
+    starter.stop()
+
+
 @pytest.fixture
-def hydra(tmp_path: Path, environment: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
+def hydra(tmp_path: Path, environment: dict[str, str], starter: Starter) -> Callable[..., Ended]:
     """Runs hydra-judge in the test's folder and checks its exit code; no run may show a traceback."""
 
-    def run(*arguments: str, expect: int = 0, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-        result = subprocess.run(
-            ["hydra-judge", *arguments],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            input=stdin,
-        )
+    def run(*arguments: str, expect: int = 0, stdin: str = "") -> Ended:
+        result = starter.run(arguments, folder=tmp_path, environment=environment, stdin=stdin)
         assert result.returncode == expect, f"{arguments}\n{result.stdout}\n{result.stderr}"
         assert "Traceback" not in result.stderr
         if expect == 2:
