@@ -33,12 +33,14 @@ def dashboard(fleet: Path, serve: Callable[..., str]) -> str:
     return serve("--runs", str(fleet), "--data", str(fleet.parent / "data"))
 
 
-@pytest.fixture(scope="module")
-def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where screenshots go: to be looked at if NVIZ_SCREENSHOTS names a folder."""
-    folder = Path(os.environ.get("NVIZ_SCREENSHOTS") or tmp_path_factory.mktemp("screenshots"))
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+def photograph(tab: Page, name: str) -> None:
+    """To be looked at, if NVIZ_SCREENSHOTS names a folder."""
+    if folder := os.environ.get("NVIZ_SCREENSHOTS"):
+        height = tab.evaluate("document.querySelector('[data-testid=stMain]').scrollHeight")
+        tab.set_viewport_size({"width": 1280, "height": min(max(900, height), 4500)})
+        tab.wait_for_timeout(300)
+        tab.screenshot(path=str(Path(folder) / f"{name}.png"))
+        tab.set_viewport_size({"width": 1280, "height": 900})
 
 
 @pytest.fixture
@@ -118,7 +120,7 @@ def test_browser_shows_every_page_of_a_run_in_any_state(run: str, fleet: Path, d
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_browser_shows_every_page_in_both_themes(
-    theme: Literal["light", "dark"], fleet: Path, dashboard: str, tab: Page, screenshots: Path
+    theme: Literal["light", "dark"], fleet: Path, dashboard: str, tab: Page
 ):
     tab.emulate_media(color_scheme=theme)
     tab.goto(f"{dashboard}/?run=spiky&run=live")
@@ -127,13 +129,9 @@ def test_browser_shows_every_page_in_both_themes(
         if name not in ("Runs", "Alerts"):
             expect(tab.locator(".js-plotly-plot .main-svg").first).to_be_visible(timeout=60_000)
         tab.wait_for_timeout(300)  # charts fade in
-        height = tab.evaluate("document.querySelector('[data-testid=stMain]').scrollHeight")
-        tab.set_viewport_size({"width": 1280, "height": min(max(900, height), 4500)})
-        tab.wait_for_timeout(300)
-        tab.screenshot(path=str(screenshots / f"{name.lower()}-{theme}.png"))
+        photograph(tab, f"{name.lower()}-{theme}")
         wide = tab.evaluate("document.querySelector('[data-testid=stMain]').scrollWidth")
         assert wide <= tab.evaluate("document.querySelector('[data-testid=stMain]').clientWidth")
-        tab.set_viewport_size({"width": 1280, "height": 900})
 
 
 def test_browser_gets_little_of_ten_million_rows(
@@ -181,11 +179,8 @@ def test_browser_zooms_into_a_range_at_full_detail(fleet: Path, dashboard: str, 
     expect(tab).not_to_have_url(re.compile("from="))
 
 
-def test_browser_shows_the_view_that_an_address_names(
-    fleet: Path, serve: Callable[..., str], browser: Browser, tab: Page
-):
-    address = serve("--runs", str(fleet))
-    tab.goto(f"{address}/curves?run=baseline&run=spiky")
+def test_browser_shows_the_view_that_an_address_names(dashboard: str, browser: Browser, tab: Page):
+    tab.goto(f"{dashboard}/curves?run=baseline&run=spiky")
     settled(tab)
     tab.locator("label").filter(has_text="log y").click()
     expect(tab).to_have_url(re.compile("logy=true"))
