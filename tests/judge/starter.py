@@ -36,7 +36,6 @@ if __name__ == "__main__":
         pid = os.fork()
         if pid == 0:
             become(json.loads(line))
-            main()
-            sys.exit()
+            sys.exit(main())
         print(pid, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
