@@ -21,6 +21,7 @@ from nmoe.comm.watcher import LOST
 from nmoe.config import load_config
 from nmoe.data import loader
 from nmoe.data.builtin import make_python_docs
+from nmoe.errors import EnvironmentFault
 from nmoe.formats.metrics import open_store
 from nmoe.formats.runs import read_run
 from nmoe.train import evaluate, run
@@ -257,6 +258,7 @@ def test_slurm_tasks_become_ranks_where_srun_started_them():
         "SLURM_STEP_NUM_TASKS": "16",
         "SLURM_PROCID": "11",
         "SLURM_LOCALID": "3",
+        "SLURM_NODEID": "1",
         "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
         "SLURM_STEP_NODELIST": "gpu[03-04]",
     }
@@ -270,6 +272,13 @@ def test_slurm_tasks_become_ranks_where_srun_started_them():
         "MASTER_PORT": "",
     }
     assert 1024 < int(found["MASTER_PORT"]) < 32768
+    uneven = {**step, "SLURM_STEP_TASKS_PER_NODE": "8,4(x2)"}
+    counts = [slurm_environment({**uneven, "SLURM_NODEID": str(node)})["LOCAL_WORLD_SIZE"] for node in range(3)]
+    assert counts == ["8", "4", "4"]
+    with pytest.raises(EnvironmentFault, match="SLURM_NODEID=3"):
+        slurm_environment({**uneven, "SLURM_NODEID": "3"})
+    with pytest.raises(EnvironmentFault, match="SLURM_LOCALID is not in the environment"):
+        slurm_environment({name: value for name, value in step.items() if name != "SLURM_LOCALID"})
     assert slurm_environment({**step, "MASTER_ADDR": "10.0.0.1"})["MASTER_ADDR"] == "10.0.0.1"
     assert slurm_environment({**step, "RANK": "0"}) == {}, "torchrun inside a job"
     assert slurm_environment({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "16", "SLURM_PROCID": "0"}) == {}, "a batch script"

@@ -194,3 +194,17 @@ def test_recomputation_changes_nothing_where_ranks_share_experts_and_shards(tiny
     for result in results:
         np.testing.assert_allclose(result["figures"], alone["figures"][:6], rtol=1e-9)
         np.testing.assert_array_equal(result["loads"], alone["loads"][:6])
+
+
+def test_ranks_of_unequal_nodes_agree_on_how_many_share_experts(tiny):
+    assert run_ranks(4, _expert_size_beside, tiny(), (2, 2, 1, 1), timeout_s=60.0) == [1] * 4
+    assert run_ranks(4, _expert_size_beside, tiny(), (2, 2, 2, 2), timeout_s=60.0) == [2] * 4
+
+
+def _expert_size_beside(config: Config, local_sizes: tuple[int, ...]) -> int:
+    """Of a rank whose launcher says how many ranks its node has, each node something else."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(local_sizes[int(os.environ["RANK"])])
+    ranks = join_ranks(config, torch.device("cpu"))
+    size = ranks.expert_size
+    ranks.part()
+    return size

@@ -324,7 +324,7 @@ class Parallel:
     """How several ranks share the work; results differ by rounding only, so all of it may change on resume."""
 
     ep: Natural = 0
-    """Consecutive ranks that share a layer's experts; divides experts and ranks. 0: the most of a node that divide them."""
+    """Consecutive ranks that share a layer's experts; divides experts and ranks. 0: gcd of experts and every node's ranks."""
     comm: Literal["auto", "local", "shm", "ipc", "nvshmem"] = "auto"
     """How these ranks reach each other's memory. auto: by their number, devices and machines (docs/rdep.md)."""
     gather: Literal["layer", "step"] = "layer"

@@ -41,6 +41,9 @@ def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
     Returns:
         Empty where torchrun, or nobody, started the process, and for a step of one task, whose process starts the ranks of
         its node itself.
+
+    Raises:
+        EnvironmentFault: a variable that srun sets is missing, or is not as Slurm writes it.
     """
     tasks = _number(environment, "SLURM_STEP_NUM_TASKS", 1)
     if tasks == 1 or "RANK" in environment:
@@ -48,15 +51,31 @@ def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
     port = (
         _FIRST_PORT + (_number(environment, "SLURM_JOB_ID", 0) * 31 + _number(environment, "SLURM_STEP_ID", 0)) % _PORTS
     )
+    names = ("PROCID", "LOCALID", "NODEID", "STEP_TASKS_PER_NODE", "STEP_NODELIST")
+    if missing := [name for name in names if not environment.get(f"SLURM_{name}")]:
+        raise EnvironmentFault(
+            f"SLURM_{missing[0]} is not in the environment of a task of {tasks}: srun sets it; pass it on to the trainer, "
+            "or start with torchrun"
+        )
     found = {
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": str(tasks),
         "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(int(re.split(r"\D", environment["SLURM_STEP_TASKS_PER_NODE"])[0])),
+        "LOCAL_WORLD_SIZE": str(_tasks_of_node(environment["SLURM_STEP_TASKS_PER_NODE"], environment["SLURM_NODEID"])),
         "MASTER_ADDR": first_host(environment["SLURM_STEP_NODELIST"]),
         "MASTER_PORT": str(port),
     }
     return {name: environment.get(name, value) for name, value in found.items()}
+
+
+def _tasks_of_node(counts: str, node: str) -> int:
+    """Of a list as Slurm writes it: `8(x2),4` is 8, 8 and 4 tasks on three nodes."""
+    every = [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts) for _ in range(int(times or 1))]
+    if not node.isdecimal() or int(node) >= len(every):
+        raise EnvironmentFault(
+            f"SLURM_NODEID={node} with SLURM_STEP_TASKS_PER_NODE={counts}: expected one of its nodes"
+        )
+    return every[int(node)]
 
 
 def first_host(nodes: str) -> str:

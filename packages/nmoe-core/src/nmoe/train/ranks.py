@@ -156,7 +156,11 @@ def join_ranks(config: Config, device: torch.device) -> Ranks:
         ConfigError: `parallel.ep` does not fit the number of ranks.
     """
     rank, size, _, local_size = world_of(os.environ)
-    experts = _expert_ranks(config, size, local_size)
+    if config.parallel.ep and size % config.parallel.ep:
+        raise ConfigError(
+            f"parallel.ep = {config.parallel.ep} does not divide the {size} ranks of this start; "
+            "set it to 0 to let it follow the number of ranks"
+        )
     if size == 1:
         return Ranks(rank=0, size=1, device=device)
     if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -177,6 +181,7 @@ def join_ranks(config: Config, device: torch.device) -> Ranks:
     files = dist.new_group(backend="gloo", timeout=_PATIENCE)
     assert isinstance(files, dist.ProcessGroup)  # this process is in it
     watcher = Watcher(files, store=store, place=os.environ.get("GROUP_RANK", ""))  # torchrun's number of the node
+    experts = config.parallel.ep or _expert_ranks(config, local_size, files)
     mesh = init_device_mesh(device.type, (size // experts, experts), mesh_dim_names=("data", "expert"))
     return Ranks(
         rank=rank,
@@ -189,14 +194,10 @@ def join_ranks(config: Config, device: torch.device) -> Ranks:
     )
 
 
-def _expert_ranks(config: Config, size: int, local_size: int) -> int:
-    """Ranks that share the experts: as configured, else as many of a node as divide the experts."""
-    experts, wanted = config.moe.num_experts, config.parallel.ep
-    if not wanted:
-        return math.gcd(experts, local_size) if config.num_moe_layers and size % local_size == 0 else 1
-    if size % wanted:
-        raise ConfigError(
-            f"parallel.ep = {wanted} does not divide the {size} ranks of this start; "
-            "set it to 0 to let it follow the number of ranks"
-        )
-    return wanted
+def _expert_ranks(config: Config, local_size: int, group: dist.ProcessGroup) -> int:
+    """As many as divide the experts and the ranks of every node: nodes need not have equally many, and all must agree."""
+    if not config.num_moe_layers:
+        return 1
+    local_sizes = [0] * group.size()
+    dist.all_gather_object(local_sizes, local_size, group=group)
+    return math.gcd(config.moe.num_experts, group.size(), *local_sizes)
