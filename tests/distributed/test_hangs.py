@@ -19,7 +19,7 @@ from ranks import Ranks
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from nmoe.comm import waits
+from nmoe.comm import faults, waits
 from nmoe.comm.standing import Standing, verdict
 from nmoe.comm.watcher import LOST, Watcher
 from nmoe.errors import PeerFault
@@ -162,3 +162,57 @@ def test_who_waits_for_others_is_blamed_only_when_the_watcher_had_its_time(late,
             complain=lambda peer, seen, how: PeerFault(f"rank {peer} is at {seen} {how}"),
         )
     assert least_s < time.monotonic() - began < most_s
+
+
+def test_device_that_waited_in_vain_leaves_it_to_the_watcher_who_is_lost(tmp_path):
+    """Ranks 1 and 2 stand in a collective with rank 3, which is stopped; rank 0's kernel waited for rank 1 and says so."""
+    with Ranks(SIZE, work_beside_a_device, tmp_path) as ranks:
+        await_ranks(tmp_path)
+        ranks.signal(3, signal.SIGSTOP)
+        ranks.wait()
+    lines = [line for text in said(tmp_path) for line in text.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, lines
+    assert "lost rank 3" in lines[0]
+
+
+@pytest.mark.parametrize(("kind", "awaited"), [(faults.LATE, 7), (faults.WRONG_ROW, None)])
+def test_report_of_a_device_says_for_whom_a_wait_was(kind, awaited, monkeypatch):
+    """Group ranks 0 and 1 are 4 and 7 of the run; only of a wait may the cause be another."""
+    monkeypatch.setattr(faults, "fault_record", lambda: torch.tensor([kind, 0, 1, 3, 0, 9, 8, 0]))
+    fault = faults.device_fault([4, 7])
+    assert fault is not None
+    assert str(fault).startswith("rank 4: lost rank 7 in layer 3, ")
+    assert fault.awaited == awaited
+    watcher = Watcher.__new__(Watcher)
+    watcher._reported_at, watcher.device_fault, watcher.waits = 0.0, lambda: fault, lambda rank: rank == 7
+    assert (watcher._report() is None) == (kind == faults.LATE)
+    watcher.waits = lambda rank: False
+    assert watcher._report() is fault
+
+
+def work_beside_a_device(folder: Path) -> None:
+    """Collectives of ranks 1 to 3; rank 0 has a device whose wait for rank 1 ends some time after that stands still."""
+    store, rank, size = next(rendezvous("env://"))
+    dist.init_process_group("gloo", store=PrefixStore("group", store), rank=rank, world_size=size)
+    world = dist.group.WORLD
+    assert world is not None
+    os.dup2(os.open(folder / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY), 2)
+    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    group: Any = dist.new_group([1, 2, 3])
+    watcher = Watcher(world, store=store)
+    for step in itertools.count(1):
+        watcher.beat("the sums", step=step)
+        watcher.limit(TIMEOUT_S)
+        if step == 3:
+            (folder / str(rank)).touch()
+        try:
+            if rank:
+                dist.all_reduce(torch.ones(8), group=group)
+            elif watcher.waits(1):
+                time.sleep(TIMEOUT_S)
+                watcher.device_fault = lambda: PeerFault("rank 0: lost rank 1 in layer 3, ready", awaited=1)
+                raise watcher.ring(str(watcher.await_report()))
+        except (PeerFault, RuntimeError):
+            watcher.await_ring()
+            watcher.end()
+        time.sleep(0.01)

@@ -58,11 +58,12 @@ class PeerFault(NmoeError):
 
     Attributes:
         heard: Another rank noticed and prints the message; here it would only be said again.
+        awaited: The rank for whom a wait was in vain, where it may be without fault, since it waits itself.
     """
 
-    def __init__(self, message: str, *, heard: bool = False) -> None:
+    def __init__(self, message: str, *, heard: bool = False, awaited: int | None = None) -> None:
         super().__init__(message)
-        self.heard = heard
+        self.heard, self.awaited = heard, awaited
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)

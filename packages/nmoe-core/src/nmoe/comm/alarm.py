@@ -65,7 +65,7 @@ class Alarm:
         except PeerFault:
             raise
         except BaseException as error:
-            if fault := self.watcher.device_fault():  # the error is what the driver made of it
+            if fault := self.watcher.await_report():  # the error is what the driver made of it
                 raise self.watcher.ring(str(fault)) from None
             self.watcher.ring(f"rank {self.watcher.rank} failed: {type(error).__name__}: {error}")
             raise

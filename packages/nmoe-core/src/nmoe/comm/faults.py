@@ -46,7 +46,8 @@ def device_fault(ranks: Sequence[int]) -> PeerFault | None:
         f"rank {ranks[rank]}: lost rank {ranks[peer]} in layer {layer}, {Phase(phase).name.lower().replace('_', ' ')}"
     )
     if kind == LATE:
-        return PeerFault(f"{where}: expected epoch {expected}, seen epoch {seen} at the end of the wait")
+        text = f"{where}: expected epoch {expected}, seen epoch {seen} at the end of the wait"
+        return PeerFault(text, awaited=ranks[peer])
     source, epoch = seen >> 32, seen & 0x7FFFFFFF
     if 0 <= source < len(ranks):  # it was read from the row, and so may be anything
         source = ranks[source]

@@ -75,6 +75,10 @@ class Observer:
         """Whether this rank is the first of those that are alive."""
         return not (self._silent_P[: self._me] < _SPEAKS_S).any()
 
+    def runs(self, index: int) -> bool:
+        """Whether a rank of this machine has given a sign of life within the last second."""
+        return bool(self._silent_P[index] < _SPEAKS_S)
+
     def standings(self) -> list[Standing]:
         """Of all that have not taken their leave."""
         return [

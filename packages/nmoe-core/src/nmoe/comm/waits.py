@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from nmoe.comm.alarm import Alarm
 from nmoe.comm.remote import Board, Phase
-from nmoe.comm.watcher import PATIENCE_S
+from nmoe.comm.watcher import OTHERS_S, PATIENCE_S
 from nmoe.errors import PeerFault
 
 __all__ = ["await_all", "await_barrier", "lost", "number_in_run", "peer_fault"]
@@ -18,7 +18,6 @@ __all__ = ["await_all", "await_barrier", "lost", "number_in_run", "peer_fault"]
 _SPINS = 32  # polls before the first sleep: ranks that run at once meet in microseconds
 _SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 500e-6
 _LONGEST_POLL_S = 1.0  # of longer ones this process was stopped, and so perhaps were all
-_OTHERS_S = 2.5  # more for a peer that waits for others itself: the watcher finds out for whom
 
 
 def lost(rank: int, peer: int, *, layer: int, phase: Phase, expected: object, seen: object) -> str:
@@ -111,6 +110,6 @@ def _await(
         for peer in np.flatnonzero(flag_P < epoch).tolist():
             if ranks[peer] in gone:
                 raise complain(peer, int(flag_P[peer]), "of a process that has ended")
-            limit_s = timeout_s + (_OTHERS_S if alarm and alarm.waits(peer) else 0.0)
+            limit_s = timeout_s + (OTHERS_S if alarm and alarm.waits(peer) else 0.0)
             if waited_s > limit_s:
                 raise complain(peer, int(flag_P[peer]), f"after {limit_s:g} s")

@@ -37,7 +37,7 @@ from nmoe.comm.page import Page, Word
 from nmoe.comm.standing import Observer, Standing, verdict
 from nmoe.errors import EnvironmentFault, PeerFault
 
-__all__ = ["LOST", "PATIENCE_S", "Watcher", "end_process"]
+__all__ = ["LOST", "OTHERS_S", "PATIENCE_S", "Watcher", "end_process"]
 
 _log = logging.getLogger(__name__)
 
@@ -45,10 +45,12 @@ LOST = 70
 """Exit status of a rank that ends because another one was lost."""
 PATIENCE_S = 1800.0
 """How long ranks may read, compile and write while others wait for them."""
+OTHERS_S = 2.5
+"""More time for a peer that waits for others itself: the watcher finds out for whom."""
 _TICK_S, _LONGEST_TICK_S = 0.05, 1.0
 _NOTICE_S = 0.5  # a wait may say more about a dead peer than the thread can: layer, phase and epochs
 _RAISE_S, _HEAR_S, _GONE_S = 1.0, 1.5, 3.0
-_TELL_S, _OTHERS_S = 1.0, 4.0
+_TELL_S, _RING_S = 1.0, 4.0
 _WAITING, _WAIT_DEPTH = ("/torch/distributed/", "/nmoe/comm/"), 3
 _BOOT_ID, _NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
 _NONCE = 16  # bytes that tell the keys of one start in a store from those of another
@@ -91,6 +93,7 @@ class Watcher:
         self._gone_s, self._silent_s, self._rounds = 0.0, 0.0, 0
         self.device_fault: Callable[[], PeerFault | None] = lambda: None
         """What the device reports; asked 20 times a second."""
+        self._reported_at = 0.0
         self.on_end: Callable[[str], None] = lambda _: None
         """Called with the message before this process ends, for a second at most."""
         agree(("", b""), group, what="the alarm")  # all have written their first lines before anybody judges them
@@ -182,8 +185,14 @@ class Watcher:
         return self._slots["arrived"][[self._ranks.index(rank) for rank in ranks]]
 
     def waits(self, rank: int) -> bool:
-        """Whether this rank of this machine has stood for a while in a call that waits for others: it is not the cause."""
-        return rank in self._ranks and bool(self._slots["waits"][self._ranks.index(rank)])
+        """Whether this rank of this machine has stood for a while in a call that waits for others: it is not the cause.
+
+        One that is stopped there is: what it wrote before says nothing of it.
+        """
+        if rank not in self._ranks:
+            return False
+        index = self._ranks.index(rank)
+        return bool(self._slots["waits"][index]) and self._observer.runs(index)
 
     def gone(self) -> set[int]:
         """Ranks of this machine whose process has ended although they did not take their leave."""
@@ -230,9 +239,24 @@ class Watcher:
 
     def await_ring(self) -> None:
         """What went wrong here may be what the end of another rank looks like; returns when somebody rang, or nobody does."""
-        deadline = time.monotonic() + _OTHERS_S
+        deadline = time.monotonic() + _RING_S
         while self.awake and not self.rung and time.monotonic() < deadline:
             time.sleep(_TICK_S)
+
+    def await_report(self) -> PeerFault | None:
+        """What the device reports, if anything; returns when it is to be told, or somebody rang."""
+        while (fault := self.device_fault()) and self.awake and not self.rung and not self._report():
+            time.sleep(_TICK_S)
+        return fault
+
+    def _report(self) -> PeerFault | None:
+        """What the device reports, unless it names a rank that waits for others itself: those are looked for first."""
+        fault = self.device_fault()
+        if fault is None:
+            return None
+        self._reported_at = self._reported_at or time.monotonic()
+        waits = fault.awaited is not None and self.waits(fault.awaited)
+        return None if waits and time.monotonic() - self._reported_at < OTHERS_S else fault
 
     def _ended(self) -> set[int]:
         """Processes of this machine that have ended."""
@@ -292,7 +316,7 @@ class Watcher:
                     self.end()
             elif self._carrier and self._carrier.word:
                 self._ring(self._carrier.word)
-            elif fault := self.device_fault():
+            elif fault := self._report():
                 self._ring(Word(self.rank, LOST, stacks=False, text=str(fault)))
             elif loss := self._loss(elapsed_s):
                 text, stacks = loss
