@@ -93,6 +93,7 @@ def test_dry_run_plans_for_the_gpus_it_is_told(tmp_path, capsys):
             "SLURM_STEP_NUM_TASKS": "16",
             "SLURM_PROCID": "0",
             "SLURM_LOCALID": "0",
+            "SLURM_NODEID": "0",
             "SLURM_JOB_ID": "1",
             "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
             "SLURM_STEP_NODELIST": "gpu[1-2]",
@@ -197,8 +198,8 @@ def test_interrupt_while_modules_load_is_one_line(command, ends, says):
         [sys.executable, "-X", "importtime", BIN / command[0], *command[1:]], stderr=subprocess.PIPE, text=True
     )
     assert process.stderr
-    while not process.stderr.readline().rstrip().endswith("nmoe.commands"):
-        pass
+    while not (line := process.stderr.readline()).rstrip().endswith("nmoe.commands"):
+        assert line, "it ended"
     for _ in range(5):  # it begins to load the command
         assert process.stderr.readline()
     process.send_signal(signal.SIGINT)
