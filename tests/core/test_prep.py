@@ -137,6 +137,9 @@ def test_prep_refuses_what_it_would_overwrite(corpus, tmp_path, capsys):
     split = tmp_path / "split"
     cli.prep([str(corpus), "--output", str(split), "--val-fraction", "0.5"])
     assert "train: holds shards already" in refused(capsys, corpus, "--output", split, "--val-fraction", "0.5")
+    assert "train: holds shards already" in refused(
+        capsys, corpus, "--output", split
+    )  # it would hold its held-out part
 
 
 @pytest.mark.parametrize(

@@ -12,18 +12,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from nmoe import arch
 from nmoe.checkpoint.cli import main as checkpoint
 from nmoe.checkpoint.save import CheckpointWriter, write_tensors
 from nmoe.checkpoint.store import find_checkpoint
 from nmoe.cli import prep, train
+from nmoe.commands import find_empty
 from nmoe.convert import main as convert
 from nmoe.doctor import main as doctor
-from nmoe.errors import CheckpointError, DataError
-from nmoe.formats.files import new_folder
+from nmoe.errors import CheckpointError, DataError, EnvironmentFault
+from nmoe.formats.files import new_folder, write_text
 from nmoe.sample import main as generate
 
 BIN = Path(sys.executable).parent
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.toml")
+SPEAK = "from nmoe.commands import enter; enter('speaks', 'main')"
 
 
 def refused(capsys, command: Callable[[list[str]], int], *arguments: object) -> str:
@@ -70,6 +73,7 @@ def test_argument_that_is_not_utf8_is_refused_by_every_command(command, argument
         (["--set", f"run.name={'a' * 300}"], "run.name has 300 bytes; a folder's name may have 240"),
         (["--set", "train.steps=99999999999999999999"], ">= 0, at most 9223372036854775807"),
         (["--set", 'run.name="a\\u0000"'], "without NUL"),
+        (["--set", 'run.name="a\\nb"'], "line ends"),
     ],
 )
 def test_dry_run_refuses_what_a_start_would(arguments, message, capsys):
@@ -120,6 +124,66 @@ def test_what_no_launcher_says_of_a_rank_is_named(name, value, more, monkeypatch
     assert f"{name}={value} in the environment" in refused(capsys, train, QUICKSTART, *more)
 
 
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK is missing in the environment beside WORLD_SIZE=2"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1"}, "MASTER_PORT is missing"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}, "MASTER_PORT=x"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID is not in the environment of a task of 2"),
+        ({"OMP_NUM_THREADS": "x"}, "OMP_NUM_THREADS=x in the environment"),
+    ],
+)
+def test_start_names_what_its_ranks_cannot_meet_by(environment, message, monkeypatch, tmp_path, capsys):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert message in refused(capsys, train, QUICKSTART, "--set", f"run.root={tmp_path}")
+
+
+@pytest.mark.parametrize(("capability", "found"), [(None, "no GPU"), ((9, 0), "compute capability 9.0")])
+def test_kernels_of_another_device_are_refused_before_they_are_called(capability, found, monkeypatch):
+    monkeypatch.setenv("NMOE_ARCH", "sm100a")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(arch, "current", lambda: arch.arch_of(capability, override="sm100a"))
+    with pytest.raises(EnvironmentFault, match=f"NMOE_ARCH=sm100a: .*sm_100a, found {found}; unset it"):
+        arch.decide("bf16")
+
+
+@pytest.mark.parametrize(
+    ("command", "where"),
+    [
+        (
+            "hydra-judge score corpus.jsonl --output",
+            "argument 4, behind --output, is empty",
+        ),  # one that would pay, or write over
+        ("nmoe-prep --output=x", "argument 2, behind --output=x, is empty"),
+        ("nmoe-convert to-hf", "argument 2, behind to-hf, is empty"),
+        ("nviz --runs", "argument 2, behind --runs, is empty"),
+    ],
+)
+def test_empty_argument_is_not_the_current_folder(command, where, tmp_path):
+    name, *words = command.split()
+    ended = subprocess.run([BIN / name, *words, ""], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+    assert ended.stderr.startswith(f"error: {where}")
+    assert find_empty(["--prompt", "", "--prompt=", "--set", "run.name=", "--set=run.name=", "--", "="]) == ""
+    assert find_empty(["--tokenizer="]).startswith("--tokenizer= is empty")
+
+
+def test_closed_streams_are_nowhere_and_never_the_next_file(run, tmp_path):
+    def ends(*words: object) -> int:
+        return subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *map(str, words)]).returncode
+
+    assert ends(BIN / "nmoe-checkpoint", "verify", run) == 0
+    assert ends(BIN / "nmoe-checkpoint", "verify", "none") == 2
+    (tmp_path / "speaks.py").write_text(
+        "import os\ndef main():\n    file = open('file', 'w')\n    os.system('echo a child')\n    print('more')\n"
+    )
+    assert ends("env", f"PYTHONPATH={tmp_path}", "sh", "-c", f'cd {tmp_path}; exec {sys.executable} -c "{SPEAK}"') == 0
+    assert (tmp_path / "file").read_text() == ""
+
+
 def test_folders_that_cannot_be_made_are_named_with_what_asked_for_them(tmp_path, run, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("dangling").symlink_to("nowhere")
@@ -139,11 +203,15 @@ def test_full_disk_leaves_nothing_that_a_retry_trips_over(run, tmp_path, capsys)
         (tmp_path / "raw").mkdir()
         with pytest.raises(CheckpointError, match=r"disk is .*full.* free at .* 262\.1 kB to write"):
             write_tensors(tmp_path / "raw", {"w": torch.ones(1 << 16)})
+        (tmp_path / "page").write_text("whole")
+        with pytest.raises(OSError, match="too large"):
+            write_text(tmp_path / "page", "x" * (1 << 15))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     assert line.startswith(f"{tmp_path}/deep/one: cannot write: File too large")
     assert not (tmp_path / "deep").exists()
+    assert [path.read_text() for path in tmp_path.glob("*page*")] == ["whole"]
     assert checkpoint(["consolidate", str(run), str(tmp_path / "deep" / "one")]) == 0
     assert find_checkpoint(tmp_path / "deep" / "one").step == 1
 

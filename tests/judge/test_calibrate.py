@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agreement with people: the statistics against scipy and scikit-learn, thresholds, the command."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -85,6 +86,10 @@ def test_a_threshold_is_reported_on_the_half_that_did_not_choose_it():
     assert (cut.threshold, cut.precision, cut.recall) == (4.0, 0.0, None)
     assert (cut.chosen_on, cut.measured_on) == (60, 60)
     assert cut.keep_share == pytest.approx(2 / 6)
+    none = dataclasses.replace(pairs, labels=np.zeros(120))
+    line = calibrate(none, good=3, shares=[], precisions=[0.9], resamples=10).lines()[-1]
+    assert line.startswith("precision 0.9: no score does that")
+    assert "inf" not in line  # `pack` would refuse it
 
 
 def test_the_command_joins_labels_by_id_and_writes_page_and_numbers(tmp_path, serve, score, hydra, corpus):

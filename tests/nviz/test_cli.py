@@ -80,6 +80,13 @@ def test_command_refuses_bad_paths_in_one_line(
     assert error.count("\n") == 1
 
 
+def test_command_names_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert cli.main(["--port", str(port)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: --port {port}: cannot be had (Address already in use)")
+
+
 def test_server_settings_are_one_file_for_both_ways_to_start():
     package = REPOSITORY / "packages" / "nviz"
     assert (package / ".streamlit").resolve() == (cli.SCRIPT.parent / ".streamlit").resolve()

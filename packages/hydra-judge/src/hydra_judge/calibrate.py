@@ -26,7 +26,7 @@ from hydra_judge.agreement import (
 )
 from hydra_judge.output import open_run
 from nmoe.errors import DataError
-from nmoe.formats.files import write_json
+from nmoe.formats.files import write_json, write_text
 
 __all__ = ["Calibration", "Pairs", "Threshold", "calibrate", "read_pairs", "write_calibration"]
 
@@ -114,6 +114,12 @@ class Calibration:
         for one in self.thresholds:
             precision = "none kept" if one.precision is None else f"{one.precision:.3f}"
             recall = "none good" if one.recall is None else f"{one.recall:.3f}"
+            if not np.isfinite(one.threshold):
+                told.append(
+                    f"{one.wanted} {one.value:g}: no score does that on the {one.chosen_on} documents it is chosen on; "
+                    "ask for less, or label more"
+                )
+                continue
             told.append(
                 f"{one.wanted} {one.value:g}: --min-score {one.threshold:g}, chosen on {one.chosen_on} documents; on the other "
                 f"{one.measured_on}: keeps {one.keep_share:.3f}, precision {precision}, recall {recall} (good: label >= {self.good:g})"
@@ -251,4 +257,4 @@ def write_calibration(result: Calibration, pairs: Pairs, output: Path) -> None:
 
     values = json.loads(json.dumps(asdict(result)), parse_constant=lambda _: None)
     write_json(output / CALIBRATION, values)
-    (output / "calibration.html").write_text(calibration_page(result, pairs), encoding="utf-8")
+    write_text(output / "calibration.html", calibration_page(result, pairs))

@@ -13,7 +13,7 @@ from hydra_judge.calibrate import CALIBRATION
 from hydra_judge.injection import read_canaries
 from hydra_judge.output import open_run, quarantined
 from nmoe.errors import FormatError
-from nmoe.formats.files import json_lines
+from nmoe.formats.files import json_lines, write_text
 
 __all__ = ["Totals", "markdown", "read_totals", "write_report"]
 
@@ -241,7 +241,7 @@ def write_report(totals: Totals, output: Path) -> tuple[Path, Path]:
 
     output.mkdir(parents=True, exist_ok=True)
     text = markdown(totals)
-    (output / "report.md").write_text(text, encoding="utf-8")
+    write_text(output / "report.md", text)
     scores = sorted(totals.scores.items())
     figures: list[Any] = [
         bars("Scores", [f"{score:g}" for score, _ in scores], [count for _, count in scores], unit="documents")
@@ -263,7 +263,5 @@ def write_report(totals: Totals, output: Path) -> tuple[Path, Path]:
             bars("Mean shift under attack", names, [totals.canaries[name][3] for name in names], unit="levels")
         )
     body = f"<pre style='white-space:pre-wrap'>{html.escape(text)}</pre>"
-    (output / "report.html").write_text(
-        page(f"Rubric {totals.header['rubric']['name']}", [*figures, body]), encoding="utf-8"
-    )
+    write_text(output / "report.html", page(f"Rubric {totals.header['rubric']['name']}", [*figures, body]))
     return output / "report.md", output / "report.html"

@@ -96,8 +96,18 @@ def decide(dtype: str) -> Arch:
         dtype: ``bf16``, ``fp32`` or ``fp64``, as in `train.dtype`.
 
     Raises:
-        EnvironmentFault: See `arch_of`.
+        EnvironmentFault: See `arch_of`; or ``NMOE_ARCH`` names kernels that do not run on the device of this process.
     """
+    import torch
+
     if dtype != "bf16":
         os.environ.setdefault("NMOE_ARCH", "reference")
-    return current()
+    chosen = current()
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    if chosen.target and chosen != _BY_CAPABILITY.get(capability or (0, 0)):
+        found = f"compute capability {capability[0]}.{capability[1]}" if capability else "no GPU"
+        raise EnvironmentFault(
+            f"NMOE_ARCH={chosen.name}: these kernels run on {chosen.target}, found {found}; "
+            "unset it, or set it to reference for plain torch"
+        )
+    return chosen

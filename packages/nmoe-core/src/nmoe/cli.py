@@ -9,6 +9,7 @@ import argparse
 import functools
 import importlib.util
 import os
+import shlex
 import sys
 import time
 from collections import Counter
@@ -205,7 +206,9 @@ def _summary(outcome: "Outcome", *, root: str) -> list[str]:
     lines += [f"run            {outcome.path} ({outcome.status} at step {outcome.step})"]
     if outcome.checkpoint:
         lines += [f"checkpoint     {outcome.checkpoint}"]
-    lines += ["look at it     uv run streamlit run nviz" + ("" if root == "runs" else f" -- --runs {root}")]
+    lines += [
+        "look at it     uv run streamlit run nviz" + ("" if root == "runs" else f" -- --runs {shlex.quote(root)}")
+    ]
     if outcome.status == "stopped":
         lines += ["go on          the same command again"]
     return lines

@@ -15,7 +15,7 @@ except KeyboardInterrupt:
     sys.stderr.write("stopped\n")
     raise SystemExit(130) from None
 
-__all__ = ["close_stdout", "enter"]
+__all__ = ["close_stdout", "enter", "find_empty"]
 
 
 def enter(module: str, name: str, *, stopped: str = "stopped", status: int = 130) -> int | None:
@@ -38,6 +38,10 @@ def enter(module: str, name: str, *, stopped: str = "stopped", status: int = 130
     heeds = (
         signal.getsignal(signal.SIGINT) is signal.default_int_handler
     )  # what a shell runs in the background does not
+    _open_streams()
+    if fault := find_empty(sys.argv[1:]):
+        sys.stderr.write(f"error: {fault}\n")
+        return 2
     try:
         if heeds:
             signal.signal(signal.SIGINT, end)
@@ -58,6 +62,34 @@ def enter(module: str, name: str, *, stopped: str = "stopped", status: int = 130
     finally:
         if heeds:  # while the interpreter ends nobody is left to take the exception
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _open_streams() -> None:
+    """Gives a process that was started with stdin, stdout or stderr closed /dev/null in their place.
+
+    Python has None there, which nothing can print to. Worse, the next file that is opened, a checkpoint, would get the
+    number of stdout or stderr, and whatever a library or a child prints would be written into it.
+    """
+    while (nowhere := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(nowhere, True)
+    os.close(nowhere)
+    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115 - to the end
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+
+
+def find_empty(words: list[str]) -> str:
+    """What to say of an argument that is empty, or ends with `=`; nothing where there is none.
+
+    Mostly it is a variable of the shell that is not set. As a path it would be the current folder, whose every file would be
+    judged, for money, or written over. A prompt alone may be empty.
+    """
+    for number, (before, word) in enumerate(zip(["", *words], words, strict=False), 1):
+        ends = word[:2] == "--" and word.find("=") == len(word) - 1
+        if (ends or not word) and "--prompt" not in (before, word[:-1]):
+            where = word if ends else f"argument {number}" + (f", behind {before}," if before else "")
+            return f"{where} is empty; expected a value, and a variable of the shell may not be set"
+    return ""
 
 
 def close_stdout() -> None:

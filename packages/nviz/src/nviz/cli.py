@@ -7,15 +7,18 @@
 
 import argparse
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from nmoe.formats import DataError, NmoeError
+from nmoe.formats.files import write_text
 from nviz.alerts import load_rules
 from nviz.catalog import list_entries
 from nviz.settings import Settings, SettingsError, add_arguments, from_arguments
+from nviz.source import UnpublishedError
 
 __all__ = ["main"]
 
@@ -44,6 +47,15 @@ def _serve(words: list[str]) -> NoReturn:
     chosen = from_arguments(parsed)
     if not 1 <= parsed.port <= 65535:
         raise SettingsError(f"--port {parsed.port}: expected 1 to 65535")
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", parsed.port))
+        except OSError as error:
+            raise SettingsError(
+                f"--port {parsed.port}: cannot be had ({error.strerror}), another dashboard may be there; "
+                "open that one, or give another port"
+            ) from None
     load_rules(chosen.alerts)  # refused here, not first on a page
     for root in parsed.runs or []:
         if not root.exists():
@@ -73,13 +85,16 @@ def _export(words: list[str]) -> int:
     if key not in entries:
         names = ", ".join(list(entries)[:8]) or "none"
         raise DataError(f"{parsed.run}: no such run below {', '.join(map(str, chosen.runs))}; expected one of: {names}")
-    text = report(entries[key])
+    try:
+        text = report(entries[key])
+    except UnpublishedError as error:
+        raise DataError(f"{parsed.run}: {error}; give the same command once the run has") from None
     if str(parsed.output) == "-":
         sys.stdout.write(text)
         return 0
     output = parsed.output or Path(f"{key.replace('/', '-')}.html")
     try:
-        output.write_text(text, encoding="utf-8")
+        write_text(output, text)
     except OSError as error:
         raise SettingsError(f"{output}: cannot be written ({error.strerror})") from None
     print(output)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from nmoe.commands import find_empty
 from nmoe.formats import NmoeError
 
 __all__ = ["Settings", "SettingsError", "add_arguments", "from_arguments", "parse_settings"]
@@ -81,8 +82,10 @@ def parse_settings(arguments: Sequence[str]) -> Settings:
     """Settings from the words after `--`.
 
     Raises:
-        SettingsError: on an unknown flag, or as `from_arguments` does.
+        SettingsError: on an unknown flag or an empty word, or as `from_arguments` does.
     """
+    if fault := find_empty(list(arguments)):
+        raise SettingsError(fault)
     parser = _Parser(prog="nviz", add_help=False)
     add_arguments(parser)
     return from_arguments(parser.parse_args(arguments))

@@ -9,6 +9,7 @@ import difflib
 import math
 import tomllib
 import typing
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from pathlib import Path
@@ -186,7 +187,9 @@ def _convert_plain(value: Any, kind: Any, problem: ConfigError) -> Any:
     if type(value) is int and value < -MOST_INT:
         raise problem
     if type(value) is str and not _is_writable(value):
-        raise ConfigError(f"{problem} of whole characters, without NUL: it may name a file")
+        raise ConfigError(
+            f"{problem} of whole characters, without NUL, line ends or other controls: it may name a file"
+        )
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
     if kind is not float and type(value) is kind:
@@ -195,8 +198,8 @@ def _convert_plain(value: Any, kind: Any, problem: ConfigError) -> Any:
 
 
 def _is_writable(text: str) -> bool:
-    """Whether a text can be stored and can name a file: no NUL, no half of a surrogate pair."""
-    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
+    """Whether a text can be stored, can name a file and stands in one line: no control, no half of a surrogate pair."""
+    return not any(unicodedata.category(character) in ("Cc", "Cs") for character in text)
 
 
 def _shown(value: Any) -> str:

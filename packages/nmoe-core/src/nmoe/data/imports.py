@@ -66,7 +66,7 @@ def open_tokens(path: Path, *, dtype: str = "auto") -> np.ndarray:
         found = np.dtype(dtype).newbyteorder("<")
     whole, rest = divmod(max(0, size - offset), found.itemsize)
     if rest or length not in (None, whole):
-        stated = f"{size:,} bytes" if length is None else f"{length:,} ids"
+        stated = "whole ids alone" if length is None else f"{length:,} ids"
         raise DataError(f"{path}: cut off or not {found.name}: holds {whole:,} ids and {rest} bytes, expected {stated}")
     if whole == 0:
         return np.empty(0, dtype=found)

@@ -94,7 +94,7 @@ def open_sides(output: Path, *, tokenizer: Tokenizer, val_fraction: float, shard
         DataError: the output holds shards already, or, in the end, a folder would have no document.
     """
     names = ["train", "val"] if val_fraction else [""]
-    for name in names:
+    for name in ("", "train", "val"):  # on top of these or beside them: a set would hold its own held-out part
         if (output / name / MANIFEST).exists():
             raise DataError(f"{output / name}: holds shards already; choose another --output or remove it")
     make_folder(output, what="--output")

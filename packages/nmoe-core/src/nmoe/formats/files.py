@@ -26,6 +26,7 @@ __all__ = [
     "sha256_file",
     "sync_directory",
     "write_json",
+    "write_text",
 ]
 
 
@@ -144,10 +145,21 @@ def json_text(value: Mapping[str, Any]) -> str:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes `value` as indented JSON, atomically and durably."""
+    """Writes `value` as indented JSON, as `write_text` does."""
+    write_text(path, json_text(value))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file atomically and durably: what had the name stays until the new file is whole.
+
+    A device or a pipe is written to, not replaced.
+    """
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(json_text(value), encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
         replace_durably(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from nmoe.errors import EnvironmentFault
 
-__all__ = ["first_host", "slurm_environment", "world_of"]
+__all__ = ["check_meeting", "first_host", "nodes_of", "slurm_environment", "threads_of", "world_of"]
 
 _FIRST_PORT, _PORTS = 20000, 12768
 """Below the ports that Linux gives to outgoing connections (32768 and up)."""
@@ -23,6 +23,37 @@ def world_of(environment: Mapping[str, str]) -> tuple[int, int, int, int]:
     if rank >= size:
         raise EnvironmentFault(f"RANK={rank} in the environment with WORLD_SIZE={size}: expected a lower one; {_HELP}")
     return rank, size, _number(environment, "LOCAL_RANK", rank), _number(environment, "LOCAL_WORLD_SIZE", size)
+
+
+def check_meeting(environment: Mapping[str, str]) -> None:
+    """Looks for what PyTorch needs beside WORLD_SIZE for the ranks to find each other.
+
+    Raises:
+        EnvironmentFault: something of it is missing, or cannot be.
+    """
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        if not environment.get(name):
+            size = environment.get("WORLD_SIZE")
+            raise EnvironmentFault(f"{name} is missing in the environment beside WORLD_SIZE={size}; {_HELP}")
+    if not 0 < (port := _number(environment, "MASTER_PORT", 0)) < 1 << 16:
+        raise EnvironmentFault(f"MASTER_PORT={port} in the environment: expected 1 to 65535; {_HELP}")
+
+
+def nodes_of(environment: Mapping[str, str]) -> int:
+    """Nodes that torchrun has joined; 1 without it."""
+    return _number(environment, "GROUP_WORLD_SIZE", 1)
+
+
+def threads_of(environment: Mapping[str, str]) -> int | None:
+    """The first of OMP_NUM_THREADS, which OpenMP reads as a list by depth; None where nothing is said.
+
+    Raises:
+        EnvironmentFault: it is no number, or 0: OpenMP would do as if it were not there.
+    """
+    text = environment.get("OMP_NUM_THREADS", "").strip()
+    if text and not re.fullmatch(r"[1-9][0-9]{0,8}(\s*,.*)?", text):
+        raise EnvironmentFault(f"OMP_NUM_THREADS={text} in the environment: expected a whole number > 0; or unset it")
+    return int(text.partition(",")[0]) if text else None
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:

@@ -30,7 +30,7 @@ from nmoe.checkpoint.store import list_checkpoints
 from nmoe.comm.watcher import LOST
 from nmoe.config import Config
 from nmoe.errors import EnvironmentFault, line_of
-from nmoe.train.environment import slurm_environment, world_of
+from nmoe.train.environment import check_meeting, slurm_environment, threads_of, world_of
 from nmoe.train.folder import run_folders
 from nmoe.train.report import set_up_logging
 from nmoe.train.run import Outcome, train
@@ -66,11 +66,14 @@ def launch(config: Config, *, nproc: int | None, restarts: int, fresh: bool) -> 
         fresh: see `nmoe.train.folder`.
 
     Raises:
+        EnvironmentFault: what a launcher says of this rank cannot be.
         NmoeError: with one rank, what `train` raises.
     """
+    threads_of(os.environ)  # refused here, once, not by every rank
     if not nproc:
         os.environ.update(slurm_environment(os.environ))
         if world_of(os.environ)[1] > 1:
+            check_meeting(os.environ)
             return _be_one_of_many(config, fresh=fresh)
     # PyTorch's launcher asks whether there are GPUs. Asked of the driver, that would be the last use of CUDA in any fork of
     # this process; NVIDIA's management library may be asked.
@@ -199,8 +202,7 @@ def _rank(config: Config, fresh: bool) -> End:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM):  # until the run takes them, they end the process
         signal.signal(number, signal.SIG_DFL)
-    threads = os.environ.get("OMP_NUM_THREADS")
-    torch.set_num_threads(int(threads) if threads else max(1, (os.cpu_count() or 1) // world_of(os.environ)[3]))
+    torch.set_num_threads(threads_of(os.environ) or max(1, (os.cpu_count() or 1) // world_of(os.environ)[3]))
     logging.getLogger("nmoe").handlers.clear()
     return _train_rank(config, fresh=fresh)
 

@@ -29,7 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 from nmoe.comm.watcher import PATIENCE_S, Watcher
 from nmoe.config import Config
 from nmoe.errors import ConfigError, NmoeError
-from nmoe.train.environment import world_of
+from nmoe.train.environment import nodes_of, world_of
 
 __all__ = ["Ranks", "join_ranks"]
 
@@ -163,7 +163,7 @@ def join_ranks(config: Config, device: torch.device) -> Ranks:
         )
     if size == 1:
         return Ranks(rank=0, size=1, device=device)
-    if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if nodes_of(os.environ) > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         _log.warning(
             "torchrun uses one store for all starts: after a lost rank no start would succeed; "
             "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on each node"
