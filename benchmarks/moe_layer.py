@@ -293,9 +293,15 @@ def main() -> None:
         run_peer(peers[0], shapes, options.zipf, path)
     else:
         chosen = [argument for number in shapes for argument in ("--shape", str(number))]
+        died = []
         for peer in peers:
             command = [sys.executable, __file__, "--peer", peer, "--zipf", str(options.zipf), "--csv", str(path)]
-            subprocess.run([*command, *chosen], check=False)
+            status = subprocess.run([*command, *chosen], check=False).returncode
+            if status:  # what a peer raises is a row; this is a crash of its process
+                print(f"{peer}: its process ended with status {status}", flush=True)
+                died.append(peer)
+        if died:
+            raise SystemExit(f"error: no figures of {', '.join(died)}")
 
 
 if __name__ == "__main__":

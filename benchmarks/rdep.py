@@ -348,7 +348,8 @@ def main() -> int:
         command = [sys.executable, *sys.argv, "--ranks", str(size), "--store", f"{folder}/store"]
         started = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(size)]
         try:
-            return max(process.wait() for process in started)
+            # Not the largest status: that of a rank which a signal ended is negative.
+            return int(any(process.wait() for process in started))
         finally:
             for process in started:
                 process.kill()
