@@ -88,7 +88,7 @@ _METRICS = (
     _gauge("router/max_over_mean", "1", "Load of the fullest expert of a layer over the mean."),
     _gauge("router/dead_experts", "expert", "Experts of a layer that received no token in the step."),
     _gauge("router/entropy", "fraction", "Entropy of a layer's loads over that of equal loads."),
-    _gauge("router/bias_range", "1", "Largest minus smallest selection bias of a layer."),
+    _gauge("router/bias_range", "1", "Largest minus smallest selection bias of a layer, as the step chose with them."),
     _gauge("router/received", "assignment", "Assignments of a layer that the experts of one rank received."),
     _gauge("router/overload", "1", "Rows received by the fullest rank over the mean, largest over layers."),
     _counter("metrics/dropped_rows", "row", "Rows of this store that could not be written and were lost."),

@@ -16,6 +16,7 @@ import torch
 from nmoe.config import Config
 from nmoe.data.loader import Batch
 from nmoe.model.mtp import mtp_weight
+from nmoe.model.transformer import Transformer
 from nmoe.optim.clip import clip_scale, gradient_norm
 from nmoe.optim.schedule import learning_rate
 from nmoe.pieces import local
@@ -42,6 +43,7 @@ class StepResult:
         skipped: why nothing was changed; empty if all went well.
         load_LE: int64, assignments by MoE layer and expert, over all ranks.
         received_LR: int64, assignments by MoE layer and the rank whose experts received them.
+        bias_LE: fp32, selection biases that the step chose with; empty where there are none.
         notes_RN: what each rank had to say, see `train_step`.
         seconds: by part on this rank: forward and backward, and optimizer, which is that of the step before: this one's
             still runs. None of it in the first step of a process.
@@ -57,6 +59,7 @@ class StepResult:
     skipped: str
     load_LE: np.ndarray
     received_LR: np.ndarray
+    bias_LE: np.ndarray
     notes_RN: np.ndarray
     seconds: dict[str, float]
 
@@ -108,7 +111,8 @@ def train_step(
     square = gradient_norm(gradients).double().square().view(1)
     own = torch.tensor(notes(), dtype=torch.float64, device=device)
     rows_R = ranks.rows(torch.cat([totals, square, own])).cpu().numpy()  # the step's one wait for the device
-    loads, received, seconds = load_LE.cpu().numpy(), received_LR.cpu().numpy(), watch.take()
+    loads, received, bias = (found.cpu().numpy() for found in (load_LE, received_LR, _biases(model)))
+    seconds = watch.take()
     figures = [float(total) for total in rows_R[:, :6].sum(axis=0)]
     loss, balance_loss, router_z_loss, z_loss, mtp_loss, square_sum = figures
     norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan
@@ -135,9 +139,15 @@ def train_step(
         skipped=skipped,
         load_LE=loads,
         received_LR=received,
+        bias_LE=bias,
         notes_RN=rows_R[:, 6:],
         seconds=seconds,
     )
+
+
+def _biases(model: Transformer) -> torch.Tensor:
+    biases = [router.bias for router in model.routers().values() if router.bias is not None]
+    return torch.stack(biases) if biases else torch.zeros(0)
 
 
 def _add_loads(load_LE: torch.Tensor, ranks: Ranks) -> torch.Tensor:

@@ -6,7 +6,6 @@ import math
 import time
 
 import numpy as np
-import torch
 
 from nmoe.config import Config
 from nmoe.data.loader import Batch
@@ -104,7 +103,7 @@ class Recorder:
             values["train/router_z_loss"] = result.router_z_loss
         if health:
             overload = values["router/overload"] = self._received(step, result.received_LR)
-            self._router(step, health)
+            self._router(result, step, health)
         self._metrics.log(step, values)
         if step > self._first_step + 1 and self._parts.ranks.size > 1:
             self._metrics.log_array(step - 1, "speed/rank_step_time", notes.last_step_time_R, axes=("rank",))
@@ -136,19 +135,16 @@ class Recorder:
         mean_L = received_LR.mean(axis=1)
         return float((received_LR.max(axis=1) / np.maximum(mean_L, 1e-9)).max(initial=0.0))
 
-    def _router(self, step: int, health: RouterHealth) -> None:
-        routers = self._parts.model.routers()
+    def _router(self, result: StepResult, step: int, health: RouterHealth) -> None:
         figures = [
             ("router/max_over_mean", health.max_over_mean),
             ("router/dead_experts", health.dead_experts),
             ("router/entropy", health.entropy),
         ]
-        biases = [router.bias for router in routers.values() if router.bias is not None]
-        if biases:
-            bias_LE = torch.stack(biases).cpu().numpy()  # one wait for the device, not one a layer
-            figures.append(("router/bias_range", bias_LE.max(axis=1) - bias_LE.min(axis=1)))
+        if result.bias_LE.size:  # read by the step: a look at the model would wait for its update
+            figures.append(("router/bias_range", np.ptp(result.bias_LE, axis=1)))
         for name, values in figures:
-            self._metrics.log_array(step, name, values, axes=("layer",), layers=list(routers))
+            self._metrics.log_array(step, name, values, axes=("layer",), layers=list(self._parts.model.routers()))
 
     def _eta(self) -> float:
         """Seconds to the end at the pace of this process so far, evaluations and checkpoints among it."""
