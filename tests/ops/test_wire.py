@@ -29,7 +29,7 @@ def sent(x_TD: Tensor, wire: Wire, op=reference) -> Tensor:
     tokens, device = x_TD.shape[0], x_TD.device
     packets = torch.zeros(tokens, wire.packet_bytes(x_TD.shape[1]), dtype=torch.uint8, device=device)
     address = torch.tensor([packets.data_ptr()], dtype=torch.int64, device=device)
-    sends = Sends(row_TP=torch.arange(tokens, dtype=torch.int32, device=device).unsqueeze(1))
+    sends = Sends(row_TP=torch.arange(tokens, dtype=torch.int32, device=device).unsqueeze(1), top_k=1)
     target = Remote(rank=0, local=packets, views=(packets,), address_P=address)
     op.push_packed(x_TD, sends, counts(tokens, device), packets=target, wire=wire)
     return packets

@@ -63,8 +63,9 @@ class ExpertsAcrossNodes(torch.autograd.Function):
         x_TD, preact_S2F, w13_X2FD, w2_XDF, expert_TK, *ways = ctx.saved_tensors
         row_TP, count_PP2, expert_RK, home_R3, *in_node = ways
         rail, node, layer = ctx.exchange.rail, ctx.exchange.node, ctx.layer
-        out = Plan(sends=Sends(row_TP=row_TP), count_PP2=count_PP2)
-        on = Plan(sends=Sends(row_TP=in_node[0]), count_PP2=in_node[1])
+        top_k = expert_TK.shape[1]
+        out = Plan(sends=Sends(row_TP=row_TP, top_k=top_k), count_PP2=count_PP2)
+        on = Plan(sends=Sends(row_TP=in_node[0], top_k=top_k), count_PP2=in_node[1])
         held = Arrivals(expert_RK=in_node[2], gate_RK=in_node[3], home_R3=in_node[4])
 
         dout_TD = grad_outputs[0].contiguous()

@@ -53,7 +53,7 @@ class ExpertsAcross(torch.autograd.Function):
         x_TD, preact_S2F, w13_X2FD, w2_XDF, expert_TK, *way = ctx.saved_tensors
         row_TP, count_PP2, expert_RK, gate_RK, home_R3 = way
         exchange, layer = ctx.exchange, ctx.layer
-        plan = Plan(sends=Sends(row_TP=row_TP), count_PP2=count_PP2)
+        plan = Plan(sends=Sends(row_TP=row_TP, top_k=expert_TK.shape[1]), count_PP2=count_PP2)
         arrivals = Arrivals(expert_RK=expert_RK, gate_RK=gate_RK, home_R3=home_R3)
 
         dout_TD = grad_outputs[0].contiguous()

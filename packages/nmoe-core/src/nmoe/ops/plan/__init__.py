@@ -21,6 +21,8 @@ class Sends:
 
     row_TP: Tensor
     """int32: number of the token among the rows that go to rank p; -1 where none of its experts is there."""
+    top_k: int
+    """K: choices of a token."""
 
 
 class Kernels(Protocol):

@@ -246,4 +246,4 @@ def plan(expert_TK: Tensor, *, experts_per_rank: int, count: Remote) -> Sends:
         experts_per_rank,
         count.rank,
     )
-    return Sends(row_TP=row_TP)
+    return Sends(row_TP=row_TP, top_k=top_k)

@@ -19,4 +19,4 @@ def plan(expert_TK: Tensor, *, experts_per_rank: int, count: Remote) -> Sends:
     count_P2 = torch.stack([goes_TP.sum(dim=0), assignments_TP.sum(dim=0)], dim=1).to(torch.int32)
     for table in count.views:
         table[count.rank] = count_P2
-    return Sends(row_TP=row_TP)
+    return Sends(row_TP=row_TP, top_k=expert_TK.shape[1])

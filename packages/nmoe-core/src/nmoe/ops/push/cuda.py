@@ -5,10 +5,11 @@ A warp takes every so manieth token. It holds a ring of rows in shared memory: r
 behind are being stored, by one bulk store for each owner, so a row is read once however many owners it has. No thread
 touches a row's bytes.
 
-How many multiprocessors (H200, measured): one stores 50 GB/s, whether rows have 4 or 14 KiB, ring of 16 KiB or 192, memory its own
-or a peer's. A link takes about 350 GB/s, and it takes them best when it is asked for little more: at P=2, where half of what
-is stored crosses it, 16 blocks that ask for 368 get 348, 16 that ask for 412 get 308, 24 get 300, and only 64 and more
-get 350 to 364 again. So just as many blocks are launched as the link can feed on.
+How many multiprocessors (H200, measured): one stores 51 GB/s where a row goes to two owners, 44 where it goes to one and has to
+be loaded for that alone; whether rows have 4 or 14 KiB, ring of 16 KiB or 192, memory its own or a peer's. A link takes
+about 350 GB/s, and it takes them best when it is asked for little more: at P=2, where half of what is stored crosses it,
+16 blocks that ask for 368 get 348, 16 that ask for 412 get 308, 24 get 300, and only 64 and more get 350 to 364 again.
+So just as many blocks are launched as the link can feed on.
 
 Roofline, T=32768 D=2048 K=6 P=2 in bf16: 132 MB over the link (0.38 ms at 350 GB/s), 0.4 GB of memory traffic at each rank.
 """
@@ -32,7 +33,7 @@ from nmoe.ops.push import HEADER_WORDS, record_words
 
 __all__ = ["launch_push", "push", "push_records"]
 
-_STORE_GB_S = 50  # of one multiprocessor
+_LOAD_GB_S, _STORE_GB_S = 160, 61  # of one multiprocessor that did nothing else: 44 stored at one owner a row, 51 at two
 _LINK_GB_S = {"sm90a": 350, "sm100a": 700}  # each way; sm100a: not measured, from what others report of B200
 _RING_BYTES = 192 << 10
 _WARPS = 4
@@ -270,14 +271,15 @@ def records_kernel(top_k: int, ranks: int) -> Any:
     )
 
 
-def _blocks(ranks: int) -> int:
-    """Multiprocessors that fill the link when rows go to all ranks alike, so that (P - 1) / P of them cross it."""
-    crossing = _STORE_GB_S * max(ranks - 1, 1) / ranks
-    return math.ceil(_LINK_GB_S[arch.current().name] / crossing)
+def _blocks(ranks: int, top_k: int) -> int:
+    """Multiprocessors that fill the link when choices go to all ranks alike, so that (P - 1) / P of the rows cross it."""
+    owners = ranks * (1 - (1 - 1 / ranks) ** top_k)  # of a row, in the mean: it is loaded once and stored so many times
+    stored = 1 / (1 / _STORE_GB_S + 1 / (owners * _LOAD_GB_S))
+    return math.ceil(_LINK_GB_S[arch.current().name] / (stored * max(ranks - 1, 1) / ranks))
 
 
 def push(x_TD: Tensor, sends: Sends, count_PP2: Tensor, *, rows: Remote) -> None:
-    launch_push(x_TD, sends, count_PP2, rows=rows, blocks=_blocks(rows.size))
+    launch_push(x_TD, sends, count_PP2, rows=rows, blocks=_blocks(rows.size, sends.top_k))
 
 
 def launch_push(x_TD: Tensor, sends: Sends, count_PP2: Tensor, *, rows: Remote, blocks: int) -> None:
