@@ -54,15 +54,16 @@ def main(arch: str) -> None:
 
 def compile_exchange(op) -> None:
     """What carries rows between ranks: of 2 and of 8, rows of 4 and of 14 KiB."""
-    for ranks, top_k, one_block, row_bytes in ((2, 6, True, 4096), (8, 8, False, 14336)):
+    for ranks, top_k, one_block, row_bytes in ((2, 6, True, 4096), (8, 6, True, 4096), (8, 8, False, 14336)):
         op("plan").plan_kernel(ranks, top_k, one_block)
         op("push").push_kernel(row_bytes, ranks)
         op("push").records_kernel(top_k, ranks)
         op("receive").receive_kernel(top_k, ranks)
         op("give_back").partial_sum_kernel("bfloat16", ranks, ranks)
         op("meet").meet_kernel(ranks)
-    op("give_back").reduce_push_kernel("bfloat16", 6, True)
-    op("give_back").reduce_push_kernel("bfloat16", 8, False)
+    for top_k in (6, 8):
+        for gated in (True, False):
+            op("give_back").reduce_push_kernel("bfloat16", top_k, gated)
     op("give_back").values_kernel(6)
     for wire in ("mxfp8", "nvfp4"):
         op("wire").push_packed_kernel(wire, 7168, 8)
