@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows on their way, on both chips: bulk copies into shared memory and out of it into the owners' memory.
 
-A warp takes every so manieth token. It holds a ring of rows in shared memory: rows ahead are being loaded while those
+Warps take tokens in turn. Each holds a ring of rows in shared memory: rows ahead are being loaded while those
 behind are being stored, by one bulk store for each owner, so a row is read once however many owners it has. No thread
 touches a row's bytes.
 
