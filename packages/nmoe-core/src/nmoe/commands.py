@@ -35,9 +35,7 @@ def enter(module: str, name: str, *, stopped: str = "stopped", status: int = 130
         os.write(2, f"{stopped}\n".encode())
         os._exit(status)
 
-    heeds = (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )  # what a shell runs in the background does not
+    heeds = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell's background job does not
     _open_streams()
     if fault := find_empty(sys.argv[1:]):
         sys.stderr.write(f"error: {fault}\n")

@@ -33,7 +33,7 @@ from nmoe.ops.push import HEADER_WORDS, record_words
 
 __all__ = ["launch_push", "push", "push_records"]
 
-_LOAD_GB_S, _STORE_GB_S = 160, 61  # of one multiprocessor that did nothing else: 44 stored at one owner a row, 51 at two
+_LOAD_GB_S, _STORE_GB_S = 160, 61  # of one multiprocessor, idle but for it: 44 stored at one owner a row, 51 at two
 _LINK_GB_S = {"sm90a": 350, "sm100a": 700}  # each way; sm100a: not measured, from what others report of B200
 _RING_BYTES = 192 << 10
 _WARPS = 4
