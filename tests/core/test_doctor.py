@@ -33,6 +33,15 @@ def test_doctor_on_a_machine_without_a_gpu(capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without a GPU")
+@pytest.mark.parametrize("name", ["sm90a", "other"])
+def test_doctor_refuses_the_arch_that_a_start_would(name, monkeypatch):
+    monkeypatch.setenv("NMOE_ARCH", name)
+    (finding,) = findings(demand_of(load_config(QUICKSTART), gpus=0), "GPUs")
+    assert finding.mark == "no"
+    assert "NMOE_ARCH" in finding.text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without a GPU")
 def test_doctor_takes_its_demands_from_the_config(capsys):
     assert main([str(QUICKSTART), "--set", "parallel.ep=2", "--set", "parallel.comm='ipc'"]) == 2
     assert 'no  GPUs                none; parallel.comm = "ipc" needs them' in capsys.readouterr().out

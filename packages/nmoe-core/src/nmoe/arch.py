@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from nmoe.errors import EnvironmentFault
 
-__all__ = ["Arch", "arch_of", "current", "decide"]
+__all__ = ["Arch", "arch_of", "current", "decide", "misfit"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +71,17 @@ def arch_of(capability: tuple[int, int] | None, *, device: str = "", override: s
     return _BY_CAPABILITY[capability]
 
 
+def misfit(arch: Arch, capability: tuple[int, int] | None) -> str:
+    """What to say where the kernels of an arch do not run on a device (None: on a machine without one), else nothing."""
+    if not arch.target or (capability is not None and _BY_CAPABILITY.get(capability) == arch):
+        return ""
+    found = f"compute capability {capability[0]}.{capability[1]}" if capability else "no GPU"
+    return (
+        f"NMOE_ARCH={arch.name}: these kernels run on {arch.target}, found {found}; "
+        "unset it, or set it to reference for plain torch"
+    )
+
+
 @functools.cache
 def current() -> Arch:
     """The arch of this process: of its current CUDA device, else ``reference``. Decided at the first call.
@@ -102,12 +113,7 @@ def decide(dtype: str) -> Arch:
 
     if dtype != "bf16":
         os.environ.setdefault("NMOE_ARCH", "reference")
-    chosen = current()
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    if chosen.target and chosen != _BY_CAPABILITY.get(capability or (0, 0)):
-        found = f"compute capability {capability[0]}.{capability[1]}" if capability else "no GPU"
-        raise EnvironmentFault(
-            f"NMOE_ARCH={chosen.name}: these kernels run on {chosen.target}, found {found}; "
-            "unset it, or set it to reference for plain torch"
-        )
+    if problem := misfit(chosen := current(), capability):
+        raise EnvironmentFault(problem)
     return chosen

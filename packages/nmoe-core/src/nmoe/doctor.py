@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import nmoe
-from nmoe.arch import Arch, arch_of
+from nmoe.arch import Arch, arch_of, misfit
 from nmoe.comm import probe
 from nmoe.config import Config, load_config
 from nmoe.errors import ConfigError, EnvironmentFault
@@ -81,6 +81,7 @@ def demand_of(config: Config | None, *, gpus: int) -> Demand:
 class _Gpu:
     name: str
     arch: Arch | None
+    problem: str
     total: int
     free: int
 
@@ -167,6 +168,8 @@ def _no_gpu(demand: Demand) -> Finding:
     if demand.comm in ("ipc", "nvshmem"):
         text = f'none; parallel.comm = "{demand.comm}" needs them: run on a machine with GPUs, or set it to "shm"'
         return Finding(mark="no", subject="GPUs", text=text)
+    if problem := _arch_on(None)[1]:
+        return Finding(mark="no", subject="GPUs", text=problem)
     text = 'none: plain torch on the CPU, between ranks "shm"; kernels, "ipc" and "nvshmem" need H100, H200 or B200'
     return Finding(mark="--", subject="GPUs", text=text)
 
@@ -196,14 +199,20 @@ def _gpus() -> list[_Gpu]:
     found = []
     for index in range(torch.cuda.device_count()):
         name = torch.cuda.get_device_name(index)
-        try:
-            override = os.environ.get("NMOE_ARCH", "")
-            arch = arch_of(torch.cuda.get_device_capability(index), device=name, override=override)
-        except EnvironmentFault:
-            arch = None
+        arch, problem = _arch_on(torch.cuda.get_device_capability(index))
         free, total = torch.cuda.mem_get_info(index)
-        found.append(_Gpu(name=name, arch=arch, total=total, free=free))
+        found.append(_Gpu(name=name, arch=arch, problem=problem, total=total, free=free))
     return found
+
+
+def _arch_on(capability: tuple[int, int] | None) -> tuple[Arch | None, str]:
+    """What a start takes on a device (None: on a machine without one), or None and why it refuses."""
+    try:
+        arch = arch_of(capability, override=os.environ.get("NMOE_ARCH", ""))
+    except EnvironmentFault as fault:
+        return None, str(fault)
+    problem = misfit(arch, capability)
+    return (None if problem else arch), problem
 
 
 def _driver() -> Iterator[Finding]:
@@ -229,8 +238,7 @@ def _describe(gpus: list[_Gpu]) -> Iterator[Finding]:
     for index, gpu in enumerate(gpus):
         text = f"{gpu.name}, {size(gpu.total)}, {size(gpu.free)} free"
         if gpu.arch is None:
-            text += "; no kernels for it (H100, H200, B200 have): NMOE_ARCH=reference runs plain torch"
-            yield Finding(mark="no", subject=f"GPU {index}", text=text)
+            yield Finding(mark="no", subject=f"GPU {index}", text=f"{text}; {gpu.problem}")
         else:
             served = f"kernels for {gpu.arch.target}" if gpu.arch.target else "plain torch, as NMOE_ARCH says"
             yield Finding(mark="ok", subject=f"GPU {index}", text=f"{text}, {served}")
