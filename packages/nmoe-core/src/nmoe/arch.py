@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from nmoe.errors import EnvironmentFault
 
-__all__ = ["Arch", "arch_of", "current", "decide", "misfit"]
+__all__ = ["Arch", "arch_of", "arch_on", "current", "decide", "misfit"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +80,16 @@ def misfit(arch: Arch, capability: tuple[int, int] | None) -> str:
         f"NMOE_ARCH={arch.name}: these kernels run on {arch.target}, found {found}; "
         "unset it, or set it to reference for plain torch"
     )
+
+
+def arch_on(capability: tuple[int, int] | None) -> tuple[Arch | None, str]:
+    """What a start takes on a device (None: on a machine without one), or None and why it refuses."""
+    try:
+        arch = arch_of(capability, override=os.environ.get("NMOE_ARCH", ""))
+    except EnvironmentFault as fault:
+        return None, str(fault)
+    problem = misfit(arch, capability)
+    return (None if problem else arch), problem
 
 
 @functools.cache

@@ -9,7 +9,6 @@ is mapped by another process, NVSHMEM is started, bytes are copied and timed.
 import argparse
 import importlib.metadata
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import nmoe
-from nmoe.arch import Arch, arch_of, misfit
+from nmoe.arch import Arch, arch_on
 from nmoe.comm import probe
 from nmoe.config import Config, load_config
 from nmoe.errors import ConfigError, EnvironmentFault
@@ -168,7 +167,7 @@ def _no_gpu(demand: Demand) -> Finding:
     if demand.comm in ("ipc", "nvshmem"):
         text = f'none; parallel.comm = "{demand.comm}" needs them: run on a machine with GPUs, or set it to "shm"'
         return Finding(mark="no", subject="GPUs", text=text)
-    if problem := _arch_on(None)[1]:
+    if problem := arch_on(None)[1]:
         return Finding(mark="no", subject="GPUs", text=problem)
     text = 'none: plain torch on the CPU, between ranks "shm"; kernels, "ipc" and "nvshmem" need H100, H200 or B200'
     return Finding(mark="--", subject="GPUs", text=text)
@@ -199,20 +198,10 @@ def _gpus() -> list[_Gpu]:
     found = []
     for index in range(torch.cuda.device_count()):
         name = torch.cuda.get_device_name(index)
-        arch, problem = _arch_on(torch.cuda.get_device_capability(index))
+        arch, problem = arch_on(torch.cuda.get_device_capability(index))
         free, total = torch.cuda.mem_get_info(index)
         found.append(_Gpu(name=name, arch=arch, problem=problem, total=total, free=free))
     return found
-
-
-def _arch_on(capability: tuple[int, int] | None) -> tuple[Arch | None, str]:
-    """What a start takes on a device (None: on a machine without one), or None and why it refuses."""
-    try:
-        arch = arch_of(capability, override=os.environ.get("NMOE_ARCH", ""))
-    except EnvironmentFault as fault:
-        return None, str(fault)
-    problem = misfit(arch, capability)
-    return (None if problem else arch), problem
 
 
 def _driver() -> Iterator[Finding]:
