@@ -126,8 +126,11 @@ def test_resume_keeps_the_history_and_replaces_overlapping_steps(tmp_path):
 
 def test_resume_from_a_damaged_store_is_one_clear_error(tmp_path):
     (tmp_path / ".metrics.working.duckdb").write_bytes(b"not a database" * 1000)
-    with pytest.raises(DataError, match=r"\.metrics\.working\.duckdb: cannot be written"):
+    with pytest.raises(DataError, match=r"\.metrics\.working\.duckdb: cannot be written .*damaged remove"):
         MetricWriter(tmp_path, resume_step=1)
+    for path in tmp_path.glob(".metrics.working.duckdb*"):
+        path.unlink()
+    MetricWriter(tmp_path, resume_step=1).close()  # as it was told
 
 
 WRITER = """

@@ -89,7 +89,12 @@ class MetricWriter:
             self._connection = self._open(resume_step)
             self._publish()
         except (OSError, duckdb.Error) as error:
-            raise DataError(f"{self._working}: cannot be written ({error})") from None
+            advice = (
+                ""
+                if resume_step is None
+                else f"; if it is damaged remove {WORKING}*, {STORE} too if that is, and start again"
+            )
+            raise DataError(f"{self._working}: cannot be written ({error}){advice}") from None
         self._thread = threading.Thread(target=self._run, name="metric-writer", daemon=True)
         self._thread.start()
 
