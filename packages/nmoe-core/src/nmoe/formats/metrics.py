@@ -89,12 +89,8 @@ class MetricWriter:
             self._connection = self._open(resume_step)
             self._publish()
         except (OSError, duckdb.Error) as error:
-            advice = (
-                ""
-                if resume_step is None
-                else f"; if it is damaged remove {WORKING}*, {STORE} too if that is, and start again"
-            )
-            raise DataError(f"{self._working}: cannot be written ({error}){advice}") from None
+            advice = f"if it is damaged remove {WORKING}*, {STORE} too if that is, and start again"
+            raise DataError(f"{self._working}: cannot be written ({error}); {advice}") from None
         self._thread = threading.Thread(target=self._run, name="metric-writer", daemon=True)
         self._thread.start()
 
