@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from nmoe.comm import faults, waits
+from nmoe.comm.page import Word
 from nmoe.comm.standing import Standing, verdict
 from nmoe.comm.watcher import LOST, Watcher
 from nmoe.errors import PeerFault
@@ -125,6 +127,30 @@ def test_lost_machine_ends_the_other(tmp_path):
     place = r"(the start|step \d+, the sums)"  # where it was when it was last heard of
     pattern = rf"error: lost rank 2 and 1 more: no progress for \d s in {place}; its process does not run"
     assert len(re.findall(pattern, "".join(said(tmp_path)))) == 1
+
+
+def leave_at_once() -> None:
+    """Rank 1 is stopped. The thread of rank 0 says so, whose main thread ends the process as soon as it hears."""
+    dist.init_process_group("gloo")
+    assert dist.group.WORLD is not None
+    watcher = Watcher(dist.group.WORLD)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.5)
+    word = Word(0, LOST, stacks=False, text="lost rank 1")
+    threading.Thread(target=watcher._ring, args=(word,), daemon=True).start()
+    while True:
+        try:
+            watcher.check()
+        except PeerFault:
+            os._exit(LOST)
+
+
+def test_who_tells_of_a_stopped_rank_does_not_leave_before_that_is_ended():
+    """PyTorch's launcher would give it half a minute."""
+    with Ranks(2, leave_at_once) as ranks:
+        outcomes = ranks.wait(20.0)
+    assert [outcome.exit_code for outcome in outcomes] == [LOST, -signal.SIGKILL]
 
 
 def test_last_of_the_ranks_is_the_one_that_hangs():

@@ -270,6 +270,9 @@ class Watcher:
         self._raised = True
         self._hear()
         word = self._page.word
+        if word.reporter == self.rank:
+            with self._lock:  # this process may end now, and with it the thread that ends those who cannot hear
+                pass
         return PeerFault(word.text, heard=word.reporter != self.rank)
 
     def _ring(self, word: Word) -> None:
