@@ -4,12 +4,15 @@
 import json
 import subprocess
 import sys
+import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 __all__ = ["Server"]
 
+_PATIENCE_S = 120.0  # longer than any outage that is asked for
 SCRIPT = Path(__file__).parents[1] / "tests" / "judge" / "openai_server.py"
 
 
@@ -31,7 +34,14 @@ class Server:
         self._process.wait()
 
     def call(self, path: str, values: dict[str, Any] | None = None) -> dict[str, Any]:
-        """What it says of itself, or is told."""
+        """What it says of itself, or is told; in an outage, when it hangs up on everybody, it is asked until that is over."""
         data = None if values is None else json.dumps(values).encode()
-        with urllib.request.urlopen(self.url.removesuffix("/v1") + path, data=data, timeout=30) as answer:
-            return json.loads(answer.read())
+        until = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                with urllib.request.urlopen(self.url.removesuffix("/v1") + path, data=data, timeout=30) as answer:
+                    return json.loads(answer.read())
+            except (ConnectionError, urllib.error.URLError):
+                if self._process.poll() is not None or time.monotonic() > until:
+                    raise
+                time.sleep(0.05)
