@@ -129,15 +129,15 @@ def test_lost_machine_ends_the_other(tmp_path):
     assert len(re.findall(pattern, "".join(said(tmp_path)))) == 1
 
 
-def leave_at_once() -> None:
-    """Rank 1 is stopped. The thread of rank 0 says so, whose main thread ends the process as soon as it hears."""
+def leave_at_once(reporter: int) -> None:
+    """Rank 1 is stopped. The thread of rank 0 passes that on, whose main thread ends the process as soon as it hears."""
     dist.init_process_group("gloo")
     assert dist.group.WORLD is not None
     watcher = Watcher(dist.group.WORLD)
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(0.5)
-    word = Word(0, LOST, stacks=False, text="lost rank 1")
+    word = Word(reporter, LOST, stacks=False, text="lost rank 1")
     threading.Thread(target=watcher._ring, args=(word,), daemon=True).start()
     while True:
         try:
@@ -146,9 +146,10 @@ def leave_at_once() -> None:
             os._exit(LOST)
 
 
-def test_who_tells_of_a_stopped_rank_does_not_leave_before_that_is_ended():
-    """PyTorch's launcher would give it half a minute."""
-    with Ranks(2, leave_at_once) as ranks:
+@pytest.mark.parametrize("reporter", [0, 7])
+def test_who_tells_of_a_stopped_rank_does_not_leave_before_that_is_ended(reporter):
+    """PyTorch's launcher would give it half a minute. Another machine may have found out (7)."""
+    with Ranks(2, leave_at_once, reporter) as ranks:
         outcomes = ranks.wait(20.0)
     assert [outcome.exit_code for outcome in outcomes] == [LOST, -signal.SIGKILL]
 

@@ -231,7 +231,7 @@ def test_start_that_cannot_be_is_one_line(folder, arguments, message):
 def test_launcher_leaves_cuda_to_the_ranks(folder, monkeypatch):
     """Who asks the driver how many GPUs there are has begun CUDA, and CUDA outlives no fork: no rank could use its GPU."""
     asked, started = [], []
-    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: asked.append("driver") or 2, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: asked.append("driver") or 2)
     monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 2)
     monkeypatch.setattr(launching, "elastic_launch", lambda config, _: lambda *_: [started.append(config) or "end"])
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")  # so that it is restored

@@ -269,10 +269,8 @@ class Watcher:
     def _fault(self) -> PeerFault:
         self._raised = True
         self._hear()
-        word = self._page.word
-        if word.reporter == self.rank:
-            with self._lock:  # this process may end now, and with it the thread that ends those who cannot hear
-                pass
+        with self._lock:  # this process may end now, and with it its thread, which may be about to end the deaf
+            word = self._page.word
         return PeerFault(word.text, heard=word.reporter != self.rank)
 
     def _ring(self, word: Word) -> None:

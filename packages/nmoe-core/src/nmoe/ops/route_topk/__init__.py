@@ -49,8 +49,8 @@ class Kernels(Protocol):
     def project_backward(
         self, dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, dx_TD: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """dx_TD, the gradient of x's other uses, plus this one's, in x's dtype; dweight_ED in weight's dtype;
-        products and sums in A. It may write into what it is given."""
+        """dx_TD, the gradient of x's other uses, plus this one's, in x's dtype, to which this one may be rounded before; dweight_ED
+        in weight's dtype; products in A. It may write into what it is given."""
         ...
 
     def route(self, logits_TE: Tensor, bias_E: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
